@@ -31,6 +31,7 @@ oldest: $(OLDEST)/installed  ## run the tests of the runtime that torch's versio
 
 matrix: .venv/installed  ## train under every mesh of 2, 4 and 8 ranks, compared with one process and with transformers; pages in Chromium; writes docs/results/equality.md, and goes on where it stopped
 	if command -v npm > /dev/null; then npm install --prefix benchmarks/page_check --no-audit --no-fund; fi
+	$(BIN)/python -m pip install $(QUIETLY) --group stores
 	$(BIN)/python -m pytest -q -m matrix
 
 check: .venv/installed  ## what CI asks for: format, lint, types, tests
@@ -48,7 +49,7 @@ docs: .venv/docs-installed  ## build the documentation site into site/ and check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	$(BIN)/python -m pytest -q tests/test_docs.py
 
-schemas: .venv/installed  ## regenerate docs/schemas from the document types
+schemas: .venv/installed  ## regenerate meshwright/schemas from the document types
 	$(BIN)/python -m meshwright.planner.schemas
 
 hashes: .venv/installed  ## write hashes.txt: every package of an installation, with the hash of its archive

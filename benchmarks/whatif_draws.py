@@ -1,6 +1,6 @@
 """Verdicts of studies against a Monte Carlo of their own inputs, which shares no code with them.
 
-    python -m benchmarks.whatif_draws plans/studies/*.yaml benchmarks/inputs/studies.yaml \
+    python -m benchmarks.whatif_draws plans/studies/*.yaml benchmarks/whatif_studies.yaml \
         --csv benchmarks/results/whatif_draws.csv
 
 Each study is planned by the command (`meshwright whatif --json`); an answer that it gave before

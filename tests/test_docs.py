@@ -23,6 +23,23 @@ from tests.meshwright.test_output import words
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [*sorted(DOCS.rglob("*.md")), *sorted(ROOT.glob("*.md"))]
+READ = [
+    *sorted((DOCS / "how-to").glob("*.md")),
+    *sorted((DOCS / "explanation").glob("*.md")),
+    DOCS / "tutorial" / "first-plan.md",
+    DOCS / "index.md",
+]
+HARD_TO_READ = {
+    "choose-hardware.md",
+    "fine-tune.md",
+    "recovery.md",
+    "search.md",
+    "survive-failures.md",
+    "the-engine.md",
+    "train-mamba2.md",
+    "train-your-script.md",
+}
+"""Pages that are longer, or have longer sentences, than a page may."""
 GROUP: Any = typer.main.get_command(cli.app)
 
 
@@ -65,6 +82,28 @@ def test_links_of_a_page_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(aim), target
     for included in re.findall(r'^--8<-- "(.*)"$', text, flags=re.MULTILINE):
         assert (ROOT / included).is_file()
+
+
+@pytest.mark.parametrize("page", READ, ids=[page.stem for page in READ])
+def test_a_page_is_short_and_easy_to_read(page: Path) -> None:
+    readability = pytest.importorskip("tests.readability", exc_type=ImportError)
+    if page.name in HARD_TO_READ:
+        pytest.skip("is in HARD_TO_READ; take it out when it is short enough")
+
+    words, mean_words, ease = readability.figures(page)
+
+    assert mean_words <= 16
+    assert ease >= 50
+    if page.parent.name == "how-to":
+        assert words <= 700
+        assert next(blocks(page, "", "python", "bash")).strip()
+
+
+def test_the_site_has_at_most_26_pages_to_read() -> None:
+    pages = [*READ, *(DOCS / "project").glob("*.md")]
+
+    assert len(pages) <= 26
+    assert sum(len(page.read_text().split()) for page in pages) <= 35_000
 
 
 def test_files_of_the_planner_that_pages_and_sources_name_are_there() -> None:
@@ -135,6 +174,19 @@ def test_the_reference_is_that_of_types_and_commands() -> None:
     assert written == texts
     for name in GROUP.commands:
         assert f"\n## {name}\n" in written["commands.md"]
+
+
+def test_the_page_for_assistants_has_every_command_and_pages_that_are_there() -> None:
+    text = (DOCS / "llms.txt").read_text()
+
+    assert text == reference.llms_text()
+    assert all(f"\n- {name}: " in text for name in GROUP.commands)
+    for page in re.findall(r"/blob/main/docs/([^)]+)\)", text):
+        assert (DOCS / page).is_file()
+    for call in re.findall(r"`meshwright ([^`]+)`$", text, flags=re.MULTILINE):
+        name, *arguments = shlex.split(call)
+        assert GROUP.commands[name].make_context(name, arguments).params
+    assert len(text.split()) <= 500
 
 
 def test_every_command_that_is_shown_is_one() -> None:

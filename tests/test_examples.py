@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import io
 import itertools
+import json
 import os
 import re
 import runpy
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from meshwright.launch.plan_script import plan_for_script
 from meshwright.planner.errors import LaunchError
+from tests import notebooks
 from tests.parts import some_and_others
 from tests.runtime.exact_muon import muon_without_rounding
 from tests.runtime.ranks import on_ranks
@@ -102,6 +104,15 @@ def test_the_first_example_prints_one_loss_on_any_ranks(monkeypatch: pytest.Monk
 
     assert re.fullmatch(r"loss \d\.\d{4} on 1 ranks\n", alone)
     assert on_ranks(2, printed_by_first_engine) == [alone.replace("on 1", "on 2"), ""]
+
+
+@pytest.mark.matrix
+def test_a_notebook_prints_what_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    notebook = json.loads((ROOT / "examples" / "first_plan.ipynb").read_text())
+    monkeypatch.chdir(tmp_path)
+
+    assert notebooks.run(notebook) == notebooks.outputs(notebook)
+    assert {file.name for file in tmp_path.iterdir()} == {"plan.yaml", "titan.yaml"}
 
 
 @pytest.mark.matrix

@@ -46,6 +46,16 @@ def test_the_image_copies_what_the_wheel_is_built_of_and_nothing_else() -> None:
     assert re.search(r"^USER (?!root)", recipe, flags=re.MULTILINE)
 
 
+def test_every_push_and_every_release_runs_what_ci_runs() -> None:
+    for name, trigger in (("ci", "pull_request"), ("release", "push")):
+        flow = yaml.safe_load((ROOT / ".github" / "workflows" / f"{name}.yml").read_text())
+        steps = [step for job in flow["jobs"].values() for step in job["steps"]]
+
+        assert trigger in flow[True]  # YAML 1.1 reads the key `on` as true
+        assert "bash .ci/run" in [step.get("run") for step in steps]
+    assert (ROOT / ".ci" / "run").stat().st_mode & 0o100
+
+
 def test_an_installation_has_the_files_that_are_no_code() -> None:
     """Data, templates and scripts that code reads are in the folders of a wheel, and tracked."""
     wheel = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
@@ -70,7 +80,14 @@ def test_an_installation_has_the_files_that_are_no_code() -> None:
         link: f"../{Path(link).name}" for link in links
     }
     assert data == {file for file in tracked if not file.endswith(".py")} - links
-    assert {Path(file).suffix for file in data} == {".yaml", ".html", ".mjs", ".css", ".typed"}
+    assert {Path(file).suffix for file in data} == {
+        ".yaml",
+        ".json",
+        ".html",
+        ".mjs",
+        ".css",
+        ".typed",
+    }
     assert [file for file in data if file.endswith("py.typed")] == ["meshwright/py.typed"]
     assert set(PROJECT["project"]["scripts"]) == {"meshwright"}
 

@@ -711,6 +711,42 @@ class Run:
         subprocess.Popen(["sh", "-c", f"sleep {seconds}; rm -f '{disk / 'filler'}'"])
         return f"for {seconds} s"
 
+    def kill_helper(self) -> str | None:
+        """Kill a process of the run that neither launches nor trains."""
+        known = {launcher.pid for launcher in self._launchers.values()}
+        known |= {rank.pid for rank in ranks(self.name)}
+        helpers = [process for process in processes(self.name) if process.pid not in known]
+        if not helpers:
+            return None
+        helper = self.rng.choice(helpers)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(helper.pid, signal.SIGKILL)
+        modules = [word for word in helper.words.split() if word.startswith("meshwright.")]
+        return modules[0].rpartition(".")[2] if modules else "another"
+
+    def stop_launcher(self) -> str | None:
+        """Let a launcher stand still for a while."""
+        alive = self.alive()
+        if not alive:
+            return None
+        node = self.rng.choice(alive)
+        launcher, seconds = self._launchers[node], self.rng.choice([1, 4, 12])
+        launcher.send_signal(signal.SIGSTOP)
+        subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {launcher.pid}"])
+        return f"node {node}, {seconds} s"
+
+    def remove_copies(self) -> str | None:
+        """Delete the folders of copies in shared memory."""
+        removed = None
+        for folder in Path("/dev/shm").glob("meshwright-*"):
+            with contextlib.suppress(OSError, ValueError):
+                about = json.loads((folder / "about.json").read_text())
+                if str(self.folder) in about["checkpoints"]:
+                    shutil.rmtree(folder, ignore_errors=True)
+                    removed = ""
+                    self.slack += SAVE_EVERY + 2
+        return removed
+
     def set_clock(self) -> str | None:
         days = self.rng.choice([-10, -1, 1, 10])
         (self.folder / "clock").write_text(str(86_400 * days))
@@ -737,7 +773,10 @@ class Run:
             used = {name: meta["used"][name] for name in wanted}
             if used not in (wanted, from_0):
                 self.problems.append(f"samples {used} are not {from_0}")
+        last = [launcher.returncode for launcher in self._launchers.values()]
         for folder in Path("/dev/shm").glob("meshwright-*"):
+            if -signal.SIGKILL in last:
+                break  # what a killed launcher leaves is for the next one on its node
             with contextlib.suppress(OSError, ValueError):
                 about = json.loads((folder / "about.json").read_text())
                 if str(self.folder) in about["checkpoints"]:
@@ -809,6 +848,9 @@ FAULTS: dict[str, tuple[Callable[[Run], bool], float, Callable[[Run], str | None
     "checkpoint damaged": (_always, 1.5, Run.damage),
     "disk full": (lambda run: os.path.ismount(run.folder / "disk"), 2, Run.fill_disk),
     "clock": (_always, 1, Run.set_clock),
+    "helper killed": (_always, 1, Run.kill_helper),
+    "launcher stopped": (_always, 1, Run.stop_launcher),
+    "copies removed": (_always, 0.7, Run.remove_copies),
 }
 
 
@@ -843,6 +885,8 @@ def _leave(number: int, frame: object) -> None:
 
 def main() -> int:
     signal.signal(signal.SIGTERM, _leave)
+    # A shell's background jobs inherit an ignored interrupt; launches at a terminal do not.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=15)
     parser.add_argument("--faults", type=int, default=5, help="at most, in each")

@@ -37,8 +37,8 @@ from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
 from meshwright.runtime.launch.training_loop import token_engine
 
-SILENT_S = 60.0
-"""After which ranks that say nothing hang; others wait in a collective for one that failed."""
+SILENT_S = {"cuda": 60.0, "cpu": 180.0}
+"""By kind of device, after which ranks that say nothing hang."""
 SHARING = 2
 """Ranks of one device."""
 CHOICES = ("prefetch", "reshard_after_forward", "loss", "compile", "tensor_overlap")
@@ -143,11 +143,13 @@ def on_ranks(
         found: dict[int, Any] = {}
         try:
             while len(found) < world and not any(map(_failed, found.values())):
-                rank, result = out.get(timeout=SILENT_S)
+                rank, result = out.get(timeout=SILENT_S[at.kind])
                 found[rank] = result
         except queue.Empty:
             lacking = sorted(set(range(world)) - found.keys())
-            raise TimeoutError(f"no word of ranks {lacking} after {SILENT_S:.0f} s") from None
+            raise TimeoutError(
+                f"no word of ranks {lacking} after {SILENT_S[at.kind]:.0f} s"
+            ) from None
         finally:
             for process in ranks:
                 process.join(timeout=10 if len(found) == world else 1)
@@ -250,7 +252,7 @@ def measured_layouts(devices: int) -> list[tuple[str, str, dict[str, Any]]]:
     return [
         ("ZeRO-3", dense, layout(zero=3, data_shard=devices, prefetch=1)),
         ("tensor, async", dense, layout(tensor=2, tensor_overlap="async", **shards)),
-        ("pipeline", dense, layout(pipeline=2, **({"data_shard": half} if half > 1 else {}))),
+        ("pipeline", dense, layout(pipeline=2, **shards | {"zero": min(1, half - 1)})),
         ("experts", mixture, layout(zero=2, data_shard=devices, expert=2, compile="none")),
         ("context", dense, layout(context=2, **shards)),
         ("tensor", dense, layout(tensor=2, **shards)),

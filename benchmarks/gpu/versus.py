@@ -12,9 +12,9 @@ samples, sequence and optimizer are the same; weights are drawn and tokens are r
 `launch`.  torchtitan and peft may be missing, or lie in a folder named by PYTHONPATH; a row says
 what is not installed.
 
-A measurement takes half a minute on a device, so that ten minutes are worth the first turn of four
-models.  Every line goes to DIR/versus.jsonl as it comes, and a further call measures what lacks.
-Writes DIR/versus.md.
+A measurement takes half a minute on a device, so that ten minutes are worth the first turn of all
+rows, without eager blocks.  Every line goes to DIR/versus.jsonl as it comes, and a further call
+measures what lacks.  Writes DIR/versus.md.
 """
 
 from __future__ import annotations
@@ -322,12 +322,13 @@ def first_step_s(events: Path, begin_s: float) -> float:
     raise ValueError(f"{events}: has no step")
 
 
+EAGER = "launch eager"
 CONTESTANTS: dict[str, Callable[[Work, Setting], Line]] = {
     "plain": functools.partial(largest_that_fits, plain),
     "launch": launch,
     "torchtitan": functools.partial(largest_that_fits, torchtitan),
     "trainer": functools.partial(largest_that_fits, trainer),
-    "launch eager": lambda work, setting: launch(work, setting, "compile=none"),
+    EAGER: lambda work, setting: launch(work, setting, "compile=none"),
 }
 
 
@@ -371,12 +372,15 @@ def vars_of(work: Work) -> dict[str, Any]:
 def turns(works: Sequence[Work], rounds: int) -> Iterator[tuple[Work, int, str]]:
     """Yield what is measured, in order: every row's contestants once, then all again.
 
+    Eager blocks are nobody's best and wait until all rows have the others.
+
     >>> [name for _, turn, name in turns(TINY_WORKS[:1], 2) if turn == 1][:2]
     ['plain', 'launch']
     """
+    compared = [name for name in CONTESTANTS if name != EAGER]
     for turn in range(rounds):
-        for work in works:
-            for name in CONTESTANTS:
+        for names in (compared, [EAGER]):
+            for work, name in itertools.product(works, names):
                 yield work, turn, name
 
 

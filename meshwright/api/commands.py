@@ -77,6 +77,7 @@ from meshwright.planner.search.plan_preference import (
     Prefer,
     alternative_row,
     faster_by_options,
+    faster_elsewhere,
     framework_choices,
     not_worth_eight_bits,
 )
@@ -263,6 +264,7 @@ def answer_to(
         *without_effect(request.pins, answer.plan.layout),
         *not_worth_eight_bits(searched.part.request, answer.plan, prediction),
         *faster_by_options(searched.part.request, answer.plan, prediction),
+        *faster_elsewhere(searched.part.request, answer.plan, prediction),
     )
     return replace(answer, prediction=prediction)
 

@@ -31,9 +31,13 @@ class Defaults(Document):
     kind_of_document: ClassVar[str] = "file of defaults"
 
     cluster: Line | None = None
+    """Default of `--cluster`."""
     framework: Line | None = None
+    """Default of `--framework`."""
     precision: Precision | None = None
+    """Default of `--precision`."""
     prices: Line | None = None
+    """Default of `--prices`."""
 
 
 class CommandDefaults:

@@ -17,7 +17,7 @@ from meshwright.planner.catalog import hub
 from meshwright.planner.catalog.expressions import resolve_cluster
 from meshwright.planner.documents.document import is_there
 from meshwright.planner.documents.framework import base_of
-from meshwright.planner.documents.model import RECORDED, ModelGraph, is_own
+from meshwright.planner.documents.model import RECORDED, ModelGraph, is_own, is_recorded
 from meshwright.planner.documents.units import bytes_text
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.frameworks.native_limits import adapter_caveat, device_caveat
@@ -57,11 +57,19 @@ def launched_model(
     return recorded, replace(options, seq_len=seq_len), ()
 
 
+def _sight_of_targets(source: str) -> str | None:
+    from meshwright.runtime.engine.traced_transformer import (  # noqa: PLC0415 - needs torch
+        sight_of_targets,
+    )
+
+    return sight_of_targets(source)
+
+
 def launch_need(graph: ModelGraph) -> str | None:
     """Return the need of a model without an adapter before its launch; None if nothing."""
     a, source = graph.architecture, graph.source or ""
     if a is None:
-        return None
+        return _sight_of_targets(source) if is_recorded(source) else None
     if a.family == "reference" or not a.causal or a.classes or a.patches is not None:
         decoder = "plan FOLDER:recorded if is_decoder is true in its config.json, or "
         return (

@@ -112,10 +112,12 @@ def _then(answer: Answer, output: str | None) -> str:
     """Return what a user does with a plan."""
     from meshwright.api.inputs import plan_model
     from meshwright.api.launched_model import launch_need
+    from meshwright.planner.documents.model import is_recorded
     from meshwright.planner.frameworks.native_limits import CAVEAT_SOURCE
 
     is_studied = any(item.source == CAVEAT_SOURCE for item in answer.prediction.assumptions)
-    need = launch_need(plan_model(answer.plan)) if is_studied else None
+    is_unsure = is_studied or is_recorded(answer.plan.model.source)
+    need = launch_need(plan_model(answer.plan)) if is_unsure else None
     if need is not None:
         return need
     if output is None:

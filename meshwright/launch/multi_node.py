@@ -11,7 +11,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from meshwright.planner.costs.predict import predict
 from meshwright.planner.documents.cluster import ClusterSpec
 from meshwright.planner.documents.events import Attempt, AttemptEnded, Decision, Incident, Reaction
 from meshwright.planner.documents.units import seconds_text
-from meshwright.planner.errors import HandedOver, LaunchError
+from meshwright.planner.errors import HandedOver, LaunchError, MeshwrightError
 from meshwright.planner.errors.shown import lines
 from meshwright.planner.system.safe_files import folder_within
 from meshwright.runtime.launch.failure_report import MOST_EVIDENCE, RankFailed
@@ -42,6 +42,7 @@ from meshwright.runtime.launch.preflight import (
     default_output,
     ranks_of_node,
 )
+from meshwright.runtime.resilience.faulty_nodes import FaultRegister
 from meshwright.runtime.resilience.membership import Agent, Epoch, LostDevice, Proposal
 from meshwright.runtime.resilience.node_agent import NodeAgent, RunOver, agent_of
 from meshwright.runtime.resilience.replication import KeptCopies, Pairing, partner_places
@@ -62,6 +63,7 @@ from meshwright.runtime.run.run_folder import (
     events,
     events_file,
     metrics_file,
+    never_fatal,
     newest_record,
 )
 
@@ -93,7 +95,9 @@ def on_nodes(
         Zygote() as zygote,
         Slots(folder, expected_bytes=copy_bytes(fit)) as slots,
         copies_rescued(slots, folder, quiet=quiet),
-        agent_of(node_rank, folder, members=members, output=str(output)) as agent,
+        agent_of(
+            node_rank, folder, members=members, output=str(output), say=_teller(quiet=quiet)
+        ) as agent,
         agent.copies(slots) as copies,
     ):
         run = run.model_copy(
@@ -104,6 +108,16 @@ def on_nodes(
                 agent=agent, copies=copies, zygote=zygote, slots=slots, keeper=keeper
             )
             return Epochs(fit, run, means, signals, quiet=quiet).run(shrunk)
+
+
+def _teller(*, quiet: bool) -> Callable[[str], None]:
+    """Return what prints a line on stderr, if anything is printed."""
+
+    def print_notice(text: str) -> None:
+        if not quiet:
+            print(f"meshwright: {lines(text)}", file=sys.stderr)
+
+    return print_notice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,6 +292,10 @@ class Epochs:
         if self._scale_up.asked and not proposal.lost and not proposal.ends:
             return self._grown(proposal, stored)
         end = self._end_of(proposal, stored)
+        register = FaultRegister(self._run.checkpoint)
+        for node in proposal.lost or [self._node_of(end.rank, last)]:
+            with never_fatal(self._run.checkpoint / "faults", MeshwrightError):
+                register.add(node, end)
         ends = (*last.ends, end)
         judged = verdict(ends, devices=self._fit.plan.mesh.devices)
         if judged is None or judged.reaction == "stop":
@@ -420,8 +438,7 @@ class Epochs:
         return ranks_of_node(self._fit.plan, place, devices)
 
     def _print_notice(self, text: str) -> None:
-        if not self._quiet:
-            print(f"meshwright: {lines(text)}", file=sys.stderr)
+        _teller(quiet=self._quiet)(text)
 
 
 class ScaleUp:

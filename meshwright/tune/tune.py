@@ -41,7 +41,8 @@ from meshwright.api.launched_model import launched_model
 from meshwright.api.plan_options import JobOptions, PlanOptions, keyword_options
 from meshwright.planner.calibration.fitting.fitted_constants import with_fitted_constants
 from meshwright.planner.costs.predict import predict
-from meshwright.planner.costs.slowdown import pace_of
+from meshwright.planner.costs.slowdown import pace_of, paced_framework
+from meshwright.planner.costs.uncertainty import bounded_by_words
 from meshwright.planner.documents import document
 from meshwright.planner.documents.cluster import ClusterSpec
 from meshwright.planner.documents.framework import base_of
@@ -359,8 +360,16 @@ def _without_pace(measured: Profiles) -> Profiles:
 
 
 def _trained_as(candidate: TrialCandidate, mine: Plan) -> TrialCandidate:
-    """Return a candidate with the settings of training that a plan has."""
-    return replace(candidate, plan=candidate.plan.model_copy(update={"training": mine.training}))
+    """Return a candidate with the settings of training that a plan has.
+
+    Words that were not understood stay in it, and widen what is predicted.
+    """
+    update = {"training": mine.training, "not_understood": mine.not_understood}
+    return replace(
+        candidate,
+        plan=candidate.plan.model_copy(update=update),
+        prediction=bounded_by_words(candidate.prediction, mine.not_understood),
+    )
 
 
 def _folder(output: str) -> Path:
@@ -691,7 +700,7 @@ class Tuning:
         fitted = calibration(
             self.machine,
             tuner.posterior,
-            request.framework.host,
+            paced_framework(request.framework, self.machine).host,
             pace=pace_of(None if request.profile is None else request.only_profile),
             runs=len(tuner.ran),
             source=f"tune of {now}, {len(tuner.ran)} trials of {request.model.name}"[:200],

@@ -127,12 +127,17 @@ class Rent(Part):
     """Price that a provider asked for an instance on a date; never a quote for today."""
 
     provider: Text
+    """Provider."""
     instance: Text
+    """Name of the instance."""
     accelerator: Text
+    """Accelerator of the instance."""
     devices: Devices
     """Number of devices of the instance."""
     region: Text
+    """Region of the offer."""
     on_demand_usd_per_device_hour: Amount | None = None
+    """Dollars of a device for an hour, on demand."""
     spot_usd_per_device_hour: Amount | None = None
     """Lowest spot price seen; a lower bound, not an offer."""
     reserved_usd_per_device_hour: Amount | None = None
@@ -152,9 +157,13 @@ class Rent(Part):
     most_devices: Devices | None = None
     """Largest number of devices that are available at once, where it is known."""
     date: Text
+    """Date of the offer."""
     source: Text
+    """Source of the offer."""
     confidence: Literal["high", "medium", "low"]
+    """Quality of the source."""
     note: Text | None = None
+    """Note on the offer."""
 
     @property
     def market(self) -> Market:
@@ -204,9 +213,13 @@ class Quantity(Part):
     """A figure with the range that its sources span; a plain number is one without a range."""
 
     value: Amount
+    """Most likely value."""
     low: Amount
+    """Low end of the range."""
     high: Amount
+    """High end of the range."""
     source: Text
+    """Source of the figure."""
 
     @model_validator(mode="before")
     @classmethod
@@ -234,32 +247,44 @@ class ShareQuantity(Quantity):
     """A part of a whole that leaves something: what is lost of hours."""
 
     value: Share
+    """Most likely value."""
     low: Share
+    """Low end of the range."""
     high: Share
+    """High end of the range."""
 
 
 class ProportionQuantity(Quantity):
     """A part of a whole, from nothing to all of it."""
 
     value: Proportion
+    """Most likely value."""
     low: Proportion
+    """Low end of the range."""
     high: Proportion
+    """High end of the range."""
 
 
 class FractionQuantity(Quantity):
     """A part of a whole, and never nothing."""
 
     value: Fraction
+    """Most likely value."""
     low: Fraction
+    """Low end of the range."""
     high: Fraction
+    """High end of the range."""
 
 
 class OverheadQuantity(Quantity):
     """A factor by which the whole exceeds a part of it."""
 
     value: Overhead
+    """Most likely value."""
     low: Overhead
+    """Low end of the range."""
     high: Overhead
+    """High end of the range."""
 
 
 class Carbon(Part):

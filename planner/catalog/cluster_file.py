@@ -9,6 +9,7 @@ import yaml
 
 from meshwright.planner.catalog import accelerators
 from meshwright.planner.documents.cluster import ClusterSpec, DeviceGroup
+from meshwright.planner.documents.document import schema_line
 from meshwright.planner.documents.units import bytes_text
 
 HEAD = """\
@@ -39,7 +40,7 @@ def cluster_text(cluster: ClusterSpec) -> str:
     data: dict[str, Any] = {"format": cluster.format, **_figures(cluster)}
     data["groups"] = [_group(group) for group in cluster.groups]
     text = yaml.safe_dump(data, sort_keys=False, default_flow_style=False, width=100)
-    lines = [HEAD.format(name=cluster.name).rstrip("\n")]
+    lines = [schema_line("cluster.json").rstrip("\n"), HEAD.format(name=cluster.name).rstrip("\n")]
     for line in text.splitlines():
         match = LINE.fullmatch(line)
         comment = COMMENTS.get(match["key"]) if match and not match["item"] else None

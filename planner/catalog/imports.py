@@ -43,8 +43,10 @@ class Rents(Document):
     """Dated rents in a file of their own."""
 
     kind_of_document: ClassVar[str] = "list of rents"
+    schema_file: ClassVar[str | None] = "rents.json"
 
     rents: tuple[Rent, ...]
+    """Offers."""
 
 
 def import_rents(path: str, *, provider: str, date: str) -> Rents:

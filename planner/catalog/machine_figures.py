@@ -2,11 +2,13 @@
 
     CACHE/machine/KEY.json              CACHE is $MESHWRIGHT_CACHE, or ~/.cache/meshwright
 
-A matrix product and a copy are timed in a process of its own, where numpy takes one thread, by
-the time that the thread runs; a loopback socket is what ranks on one host talk over.
+A matrix product, a copy, calls of Python and of small array operations are timed in a process of
+its own, where numpy takes one thread, by the time that the thread runs; a loopback socket is what
+ranks on one host talk over.
 Timings differ from call to call.  All ranks of a script and all commands must plan with the same
 figures, or their plans differ, so the figures are cached and one process measures while others
-wait.  KEY is the machine: its name, its processor, its memory and the version of numpy.
+wait.  KEY is the machine: its name, its processor, its memory and the versions
+of numpy and Python.
 
 Figures are measured again after DAYS.  Where the memory that is free has changed by a factor of
 MEMORY_FACTOR, it alone is read again: the seconds of a plan stay the same.  The load at which they
@@ -57,6 +59,32 @@ matmul_s = best(0.08, lambda: numpy.matmul(left, right, out=product), time.threa
 source, target = numpy.ones(size, numpy.uint8), numpy.zeros(size, numpy.uint8)
 copy_s = best(0.08, lambda: numpy.copyto(target, source), time.thread_time)
 
+class TimedModule:  # called as torch calls one: keywords, a look for hooks, a method
+    def __init__(self):
+        self.scale, self.hooks = 2.0, {}
+
+    def __call__(self, *inputs, **named):
+        if self.hooks:
+            raise ValueError
+        return self.forward(*inputs, **named)
+
+    def forward(self, value, shift=0.0):
+        return value * self.scale + shift
+
+module, few, count = TimedModule(), numpy.ones(8, numpy.float32), 500
+sums = numpy.empty_like(few)
+
+def calls():
+    for _ in range(count):
+        module(1.0, shift=1.0)
+
+def launches():
+    for _ in range(count):
+        numpy.add(few, few, out=sums)
+
+calls_s = best(0.08, calls, time.thread_time)
+launches_s = best(0.08, launches, time.thread_time)
+
 server = socket.create_server(("127.0.0.1", 0))
 here = socket.create_connection(server.getsockname())
 there, _ = server.accept()
@@ -89,6 +117,8 @@ stream_s = best(0.06, stream)
 print(json.dumps({
     "flops": 2 * side**3 / matmul_s,
     "bytes_per_s": 2 * size / copy_s,
+    "call_s": calls_s / count,
+    "launch_s": launches_s / count,
     "link_latency_s": round_trip_s / 2,
     "link_bytes_per_s": message / stream_s,
 }))
@@ -104,6 +134,10 @@ class MachineFigures(Part):
     """FLOP per second of a matrix product in fp32."""
     bytes_per_s: Rate
     """Bytes per second, read and written together."""
+    call_s: Rate
+    """Seconds of a call of a module in Python, as torch calls one."""
+    launch_s: Rate
+    """Seconds of an operation on a few numbers, started from Python."""
     link_latency_s: Rate
     link_bytes_per_s: Rate
     memory_bytes: Count
@@ -201,12 +235,13 @@ def _machine_key() -> str:
         numpy = importlib.metadata.version("numpy")
     except importlib.metadata.PackageNotFoundError:
         numpy = ""
-    what = [platform.node(), processor, _meminfo()["MemTotal"], os.cpu_count(), numpy]
+    software = [numpy, platform.python_version()]
+    what = [platform.node(), processor, _meminfo()["MemTotal"], os.cpu_count(), *software]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:24]
 
 
 def _measure() -> MachineFigures:
-    """Measure what one thread reaches (about half a second)."""
+    """Measure what one thread reaches (about 0.7 seconds)."""
     one_thread = dict.fromkeys(
         ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"),
         "1",

@@ -398,6 +398,15 @@ def assumptions(cluster: ClusterSpec, profile: Profile | None, used: Rates) -> I
             what="overlap, optimizer and runtime overheads", provenance="measured", source=measured
         )
         return
+    speed = cluster.groups[0].host_speed
+    if speed is not None and used.framework.host.call_s:
+        yield Assumption(
+            what=f"a call of Python takes {1e9 * speed.call_s:.0f} ns of the host and a launch "
+            f"{1e9 * speed.launch_s:.0f} ns, {1e9 * used.framework.host.call_s:.0f} and "
+            f"{1e9 * used.framework.host.launch_s:.0f} where seconds of the host were measured",
+            provenance=speed.provenance,
+            source=speed.source or "cluster document",
+        )
     hidden = 1 - used.exposed_s(1.0, LONG_WINDOW_S)
     yield Assumption(
         what=f"up to {hidden:.0%} of sharding communication hides behind computation; "

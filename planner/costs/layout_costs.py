@@ -47,7 +47,12 @@ from meshwright.planner.costs.memory.resident_states import (
     loss_gradients,
 )
 from meshwright.planner.costs.memory.state_bytes import FP32, States, StateSharding
-from meshwright.planner.costs.slowdown import pace_of, slower_framework, slower_profile
+from meshwright.planner.costs.slowdown import (
+    pace_of,
+    paced_framework,
+    slower_framework,
+    slower_profile,
+)
 from meshwright.planner.costs.uncertainty import MEASURED_MEMORY_SPREAD, room_share
 from meshwright.planner.documents.framework import base_of
 from meshwright.planner.documents.training import SEQUENCES
@@ -155,7 +160,7 @@ class CostTables:
             cluster,
             job,
             profile,
-            slower_framework(request.framework, pace_of(profile)),
+            slower_framework(paced_framework(request.framework, cluster), pace_of(profile)),
             head_dim=a.head_dim if a else 128,
         )
         self._kernels = kernels_of(

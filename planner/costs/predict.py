@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import reduce
+from functools import partial, reduce
 from operator import add
 from typing import TYPE_CHECKING
 
@@ -37,6 +37,7 @@ from meshwright.planner.costs.memory.rank_memory import (
     whole_room_bytes,
     widest,
 )
+from meshwright.planner.costs.slowdown import host_pace
 from meshwright.planner.costs.stage_placement import StagePlacements, alike, branching
 from meshwright.planner.costs.uncertainty import (
     bounded_by_words,
@@ -357,12 +358,13 @@ def placement_prediction(
     )
     step_s = sum(parts.values())
     passes = layout.micro_batches + layout.pipeline - 1
+    slow_host_s = partial(_slow_host_s, layers, home)
     low_s, high_s, basis = step_range(
         tables.request,
         layout,
         parts,
         max(stage.spread for stage in stages),
-        slow_host_s=passes * _slow_host_s(layers, home, tables.rates.framework.host.slowest),
+        slow_host_s=passes * slow_host_s(tables.rates.framework.host.slowest),
         measured=tables.profile is not None,
         assumed=assumed,
     )
@@ -423,7 +425,15 @@ def placement_prediction(
         overflows=tuple(overflows),
         peak_memory_range_bytes=memory_range(max(peaks), tables.memory_spread),
         stages=predicted,
-        notes=tuple(note for note in (compacted, _routing_note(tables.request, layout)) if note),
+        notes=tuple(
+            note
+            for note in (
+                compacted,
+                _routing_note(tables.request, layout),
+                _host_note(tables.request) if passes * slow_host_s(2.0) > 0.01 * step_s else None,
+            )
+            if note
+        ),
         assumptions=(
             *((basis,) if basis is not None else ()),
             *(Assumption(what=what, provenance="assumed", source=TOLD) for what in assumed),
@@ -442,6 +452,17 @@ def _routing_note(request: Request, layout: Layout) -> str | None:
     if load == 1:
         return None
     return f"natural routing: busiest of {layout.expert} expert ranks has {load:.1f} x the mean"
+
+
+def _host_note(request: Request) -> str | None:
+    """Say how fast the hosts of a cluster are, where that was measured and is not as usual."""
+    pace = host_pace(request.framework, request.cluster)
+    if request.profile is not None or pace is None or 0.8 < pace < 1.25:
+        return None
+    return (
+        f"Python and launches take {pace:.1f} times as long on this host as on that of the "
+        "framework's figures"
+    )
 
 
 def _slow_host_s(

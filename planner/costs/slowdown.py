@@ -1,17 +1,20 @@
-"""A machine on which everything takes several times as long as predicted: its pace.
+"""A machine on which everything takes several times as long as predicted, or its host does: pace.
 
 Runs tell the pace (`Calibration.pace`), whatever a prediction rests on.  Rates of a data sheet are
 divided by it in `planner.calibration.fitting.fitted_constants`; measured layers,
-collectives and seconds of the host under a framework are multiplied by it here.
+collectives and seconds of the host under a framework are multiplied by it here.  Where a cluster
+says how fast its hosts run Python, seconds of the host follow that pace as well.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from meshwright.planner.documents.framework import Framework, PerPass
 
 if TYPE_CHECKING:
+    from meshwright.planner.documents.cluster import ClusterSpec
     from meshwright.planner.documents.profile import (
         CollectiveCurve,
         LayerMeasurement,
@@ -41,6 +44,39 @@ def slower_profile(profile: Profile | None) -> Profile | None:
             "overheads": _overheads(profile.overheads, pace),
         }
     )
+
+
+def host_pace(framework: Framework, cluster: ClusterSpec) -> float | None:
+    """Return how many times a framework's seconds of the host the slowest host of a cluster takes.
+
+        sqrt(c / c' l / l')
+
+    c and l are seconds of a call and of a launch there, c' and l' on the host on which the
+    framework's seconds were measured: a pass is made of both.  None where either host is unknown.
+    """
+    host = framework.host
+    speeds = [group.host_speed for group in cluster.groups]
+    if not (host.call_s and host.launch_s):
+        return None
+    paces = [
+        math.sqrt(speed.call_s / host.call_s * speed.launch_s / host.launch_s)
+        for speed in speeds
+        if speed is not None
+    ]
+    return max(paces) if len(paces) == len(speeds) else None
+
+
+def paced_framework(framework: Framework, cluster: ClusterSpec) -> Framework:
+    """Return a framework as it is on the hosts of a cluster.
+
+    The slowest host that a range reaches to stays where it was, or is this one.
+    """
+    pace = host_pace(framework, cluster)
+    if pace is None:
+        return framework
+    slower = slower_framework(framework, pace)
+    slowest = max(1.0, framework.host.slowest / pace)
+    return slower.model_copy(update={"host": slower.host.model_copy(update={"slowest": slowest})})
 
 
 def slower_framework(framework: Framework, pace: float) -> Framework:

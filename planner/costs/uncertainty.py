@@ -6,12 +6,14 @@ as predictions miss runs of sources that were left out of all constants, with ev
 their class and year (benchmarks/accuracy.py, docs/results/accuracy.md).  That a framework's own
 runs were measured makes no range narrower: held runs of such frameworks miss by as much.
 
-    below = b + more        above = a + 0.5 u + more
+    width = least + experts e + doubt d + waiting u + spanning s
 
-b and a are those of dense models, of experts with balanced ranks, or of experts with natural
-routing; u is the share of a step that does not compute, and `more` what is added for what is new,
-and for each thing that is not known of a run.  What a slow host would add to a step comes to its
-upper end as it is: steps of small kernels wait for the host on one machine and not on another.
+on each side, with constants of its own: e says that a model has experts, d how many things of a run
+are new or not known, u is the share of a step that does not compute, and s says that
+tensor-parallel groups span nodes.  The constants are quantiles of misses of left-out runs, fitted
+by `benchmarks/range_widths.py`; natural routing is at least so wide as measured runs with it and
+with forced balance lie apart.  What a slow host would add to a step comes to its upper end as it
+is: steps of small kernels wait for the host on one machine and not on another.
 """
 
 from __future__ import annotations
@@ -44,35 +46,51 @@ LAYOUT_ERROR = 0.06
 predicted one: the middle of five sources of sweeps, 7,516 pairs that are predicted within 15 % of
 each other (benchmarks/layout_error.py; 80 of 100 lie within 0.15).  What a prediction errs by alike
 for all layouts does not count."""
-BELOW, ABOVE = 0.12, 0.08
-"""Logarithms: 80 of 100 steps that compute all the time lie between."""
-WAITING_ABOVE = 0.5
-"""Logarithm: what a step adds above that only waits, for links, for other stages and for the host,
-whose seconds are known least.  Nothing is added below: what nobody knows of takes time."""
-PIPELINES_ABOVE = 0.1
-"""Logarithm: what a run adds above whose pipelines run over several nodes: how stages hand on is
-each framework's own."""
-BALANCED_BELOW, BALANCED_ABOVE = 0.2, 0.35
-"""The same as `BELOW` and `ABOVE` of experts whose ranks all get as many tokens, at least: releases
-of one framework differ by 1.8 times on one plan."""
+
+
+class RunTraits(NamedTuple):
+    """What of a run says how far its step may lie from its prediction."""
+
+    experts: bool
+    doubts: int
+    """Things of it that no measured run of its framework had, or that are not known."""
+    waiting: float
+    """Share of the step that waits: for links, for other stages and for the host."""
+    spanning: bool
+    """Whether tensor-parallel groups span nodes."""
+
+
+class WidthLaw(NamedTuple):
+    """Logarithm by which steps lie below or above their prediction, by what each trait adds."""
+
+    least: float
+    experts: float
+    doubt: float
+    waiting: float = 0.0
+    spanning: float = 0.0
+
+    def width(self, traits: RunTraits) -> float:
+        """Return the logarithm of a run.
+
+        >>> law = WidthLaw(least=0.1, experts=0.2, doubt=0.02, waiting=0.5)
+        >>> round(law.width(RunTraits(experts=True, doubts=2, waiting=0.1, spanning=False)), 2)
+        0.39
+        """
+        return self.least + sum(x * each for x, each in zip(self[1:], traits, strict=True))
+
+
+BELOW = WidthLaw(least=0.105, experts=0.168, doubt=0.020)
+ABOVE = WidthLaw(least=0.109, experts=0.000, doubt=0.060, waiting=0.600, spanning=1.199)
+"""Nothing is added below for what waits: what nobody knows of takes time."""
 NATURAL_BELOW, NATURAL_ABOVE = 0.45, 0.5
-"""The same of natural routing, which is as uneven as data and training make it, and of experts that
-are gathered for each pass."""
-NEW = 0.08
-"""Logarithm: what a run adds on both sides on accelerators, in sizes or for tasks that none of its
-framework's measured runs had."""
-UNKNOWN_BELOW, UNKNOWN_ABOVE = 0.1, 0.2
-"""What a framework adds that nothing is known of."""
-SPANNING_ABOVE = math.log(3)
-"""Logarithm: what a run adds above whose tensor-parallel groups span nodes.  No framework has it by
-default, and one sweep alone has measured it."""
+"""The least of natural routing, which is as uneven as data and training make it, and of experts
+that are gathered for each pass: the same layout took 1.09 to 1.9 times as long with natural as with
+forced routing (docs/results/accuracy.md)."""
+UNKNOWN_DOUBTS = 2
+"""How many things are not known of a framework that is not known, beside that one is assumed."""
 EIGHT_BITS_GAIN = 0.4
 """Logarithm: what products in 8 bits save of a step in 16 at most (1.2 to 1.5 times as fast, as
 published for H100), where nobody says that a run was in 16 and its devices have both."""
-QUOTED_SPREAD = 0.04
-"""Logarithm: what a device without measured kernels adds."""
-ASSUMED_SPREAD = 0.03
-"""Logarithm: what a run adds of which not all is known."""
 MEASURED_MEMORY_SPREAD = 0.03
 """Logarithm: standard deviation of what a run needs of memory over what is predicted of it, on a
 machine where layers were measured (benchmarks/results/local_truth.md)."""
@@ -145,7 +163,7 @@ def step_range(
         low = min(max(0.0, 1 - miss), math.exp(-fitted))
         return StepRange(low * step_s, max(1 + miss, math.exp(fitted)) * step_s, None)
     new = outside_of(request, layout)
-    below, above = _widths(request, layout, parts, bool(new), assumed=assumed)
+    below, above = _widths(request, layout, parts, assumed)
     reason = f"left-out runs of its class, {class_name(request, layout)}"
     if new:
         reason += f", wider since no measured run of its framework has {', '.join(new)}"
@@ -193,39 +211,41 @@ def class_name(request: Request, layout: Layout) -> RunClass:
     return "natural routing" if gathered or natural else "balanced experts"
 
 
+def run_traits(
+    request: Request, layout: Layout, parts: Mapping[str, float], assumed: Sequence[str]
+) -> RunTraits:
+    """Return what of a run says how wide its range is."""
+    groups = request.cluster.groups
+    doubts = (
+        bool(outside_of(request, layout)),
+        bool(assumed),
+        any(group.accelerator.curve.provenance == "quoted" for group in groups),
+    )
+    unknown = base_of(request.framework.name) == "unknown"
+    return RunTraits(
+        experts=class_name(request, layout) != "dense",
+        doubts=sum(doubts) + UNKNOWN_DOUBTS * unknown,
+        waiting=waiting_share(parts),
+        spanning=layout.tensor > max(group.devices_per_node for group in groups),
+    )
+
+
 def _widths(
-    request: Request,
-    layout: Layout,
-    parts: Mapping[str, float],
-    is_new: bool,
-    *,
-    assumed: Sequence[str],
+    request: Request, layout: Layout, parts: Mapping[str, float], assumed: Sequence[str]
 ) -> tuple[float, float]:
     """Return the logarithms of the range below and above a step on a machine of sheets."""
-    groups = request.cluster.groups
-    below, above = BELOW, ABOVE + WAITING_ABOVE * waiting_share(parts)
-    match class_name(request, layout):
-        case "dense":
-            pass
-        case "balanced experts":
-            below, above = max(below, BALANCED_BELOW), max(above, BALANCED_ABOVE)
-        case "natural routing":
-            below, above = max(below, NATURAL_BELOW), max(above, NATURAL_ABOVE)
-    below, above = below + NEW * is_new, above + NEW * is_new
-    if base_of(request.framework.name) == "unknown":
-        below, above = below + UNKNOWN_BELOW, above + UNKNOWN_ABOVE
-    if layout.pipeline > 1 and sum(group.nodes for group in groups) > 1:
-        above += PIPELINES_ABOVE
-    if layout.tensor > max(group.devices_per_node for group in groups):
-        above += SPANNING_ABOVE
-    if any(note.startswith("precision") for note in assumed) and all(
-        "fp8" in group.accelerator.peak_flops for group in groups
-    ):
-        below += EIGHT_BITS_GAIN
-    unsaid = ASSUMED_SPREAD * bool(assumed)
-    if any(group.accelerator.curve.provenance == "quoted" for group in groups):
-        unsaid += QUOTED_SPREAD
-    return below + unsaid, above + unsaid
+    traits = run_traits(request, layout, parts, assumed)
+    below, above = BELOW.width(traits), ABOVE.width(traits)
+    if class_name(request, layout) == "natural routing":
+        below, above = max(below, NATURAL_BELOW), max(above, NATURAL_ABOVE)
+    return below + eight_bits_gain(request, assumed), above
+
+
+def eight_bits_gain(request: Request, assumed: Sequence[str]) -> float:
+    """Return the logarithm that products in 8 bits may save of a run whose precision is unsaid."""
+    both = all("fp8" in group.accelerator.peak_flops for group in request.cluster.groups)
+    unsaid = any(note.startswith("precision") for note in assumed)
+    return EIGHT_BITS_GAIN * (both and unsaid)
 
 
 def fit_probability(needed_bytes: float, room_bytes: float, spread: float) -> float:

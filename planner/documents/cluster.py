@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from meshwright.planner.documents.document import Document, Part
 from meshwright.planner.documents.units import (
@@ -185,6 +185,34 @@ class LinkTier(Part):
         return f"{self.name} {self.bytes_per_s / 1e9:.4g} GB/s{shared}"
 
 
+FASTEST_CALL_S, SLOWEST_CALL_S = 1e-9, 1e-3
+
+
+class HostSpeed(Part):
+    """Seconds of one thread of a host for two fixed programs, which tell how fast it starts work.
+
+    The programs are in planner/catalog/machine_figures.py.  A framework's document has the same
+    figures of the host on which its own seconds were measured.
+    """
+
+    call_s: Rate
+    """Seconds of a call of a module in Python, as torch calls one."""
+    launch_s: Rate
+    """Seconds of an operation on a few numbers, started from Python."""
+    provenance: Provenance = "quoted"
+    source: Text = ""
+
+    @field_validator("call_s", "launch_s")
+    @classmethod
+    def _plausible(cls, seconds: float) -> float:
+        """A processor needs some cycles, and no host takes milliseconds."""
+        if not FASTEST_CALL_S <= seconds <= SLOWEST_CALL_S:
+            raise ValueError(
+                f"is {seconds:g} seconds; give between {FASTEST_CALL_S:g} and {SLOWEST_CALL_S:g}"
+            )
+        return seconds
+
+
 class DeviceGroup(Part):
     """Nodes that are alike.
 
@@ -208,6 +236,8 @@ class DeviceGroup(Part):
     """Bytes per second between one device and its host, in one direction."""
     host_memory_bytes_per_s: Rate | None = None
     """Memory bandwidth of one node's host in bytes per second."""
+    host_speed: HostSpeed | None = None
+    """Seconds of a thread of a node's host for two fixed programs; None where nobody measured."""
     host_link_devices: Devices = 1
     """Number of neighbouring devices behind one switch that share a link to the host."""
     tiers: tuple[LinkTier, ...] | None = None
@@ -273,6 +303,7 @@ class ClusterSpec(Document):
     """Device groups joined by link tiers, fastest first."""
 
     kind_of_document: ClassVar[str] = "cluster"
+    schema_file: ClassVar[str | None] = "cluster.json"
 
     name: Line
     """Name of the cluster."""

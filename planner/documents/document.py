@@ -37,6 +37,8 @@ from meshwright.planner.errors.shown import one_line
 from meshwright.planner.system.safe_files import open_below as opened_to_write
 from meshwright.planner.system.safe_files import replace_file
 
+SCHEMAS_URL = "https://raw.githubusercontent.com/meshwright/meshwright/main/meshwright/schemas/"
+"""Folder of the JSON Schemas."""
 MAX_BYTES = 64 * 2**20
 MAX_DEPTH = 40
 MAX_COLUMNS = 1000
@@ -93,9 +95,12 @@ class Document(Part):
     """A part that is a whole file; `format` is the version of its types."""
 
     kind_of_document: ClassVar[str]
+    schema_file: ClassVar[str | None] = None
+    """Name of the file of `meshwright/schemas` with its JSON Schema; None: it has none."""
     not_digested: ClassVar[frozenset[str]] = frozenset()
     """Names of fields that the digest leaves out."""
     format: Literal[1] = 1
+    """Version of the document's types."""
 
     @property
     def digest(self) -> str:
@@ -135,10 +140,19 @@ class Document(Part):
             raise DocumentError("", "is nested too deeply; write it flatter") from error
 
     def dump(self, *, defaults: bool = True) -> str:
-        """Return the document as YAML, with its defaults or with explicit values alone."""
+        """Return the document as YAML, with its defaults or with explicit values alone.
+
+        The first line names the schema, so that editors complete and check the fields.
+        """
         data = self.model_dump(mode="json", exclude_none=True, exclude_unset=not defaults)
         data = {"format": self.format, **data}
-        return yaml.dump(data, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=100)
+        text = yaml.dump(data, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=100)
+        return f"{schema_line(self.schema_file)}{text}" if self.schema_file else text
+
+
+def schema_line(schema_file: str) -> str:
+    """Return the comment that names a document's schema to editors."""
+    return f"# yaml-language-server: $schema={SCHEMAS_URL}{schema_file}\n"
 
 
 def read(cls: type[D], path: str | os.PathLike[str]) -> D:

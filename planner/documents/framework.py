@@ -477,6 +477,11 @@ class Host(Part):
     loop runs over the layers."""
     step_s: Amount = 0.0
     """Seconds once per step: optimizer launches, norms, logging, data."""
+    call_s: Amount = 0.0
+    """Seconds of the call in `HostSpeed` on the host where these seconds were measured; 0: nobody
+    measured that host."""
+    launch_s: Amount = 0.0
+    """Seconds of the launch in `HostSpeed` there."""
     slowest: Overhead = 1.0
     """Factor on these seconds for the host of an unmeasured machine at its slowest; the range of a
     step includes it."""
@@ -652,6 +657,7 @@ class Framework(Document):
     """Figures of how one framework trains."""
 
     kind_of_document: ClassVar[str] = "framework"
+    schema_file: ClassVar[str | None] = "framework.json"
     name: Text
     """Name of the framework."""
     aliases: tuple[Text, ...] = ()
@@ -663,19 +669,33 @@ class Framework(Document):
     versions: Versions | None = None
     """Software versions that the figures describe."""
     types: Types = Types()
+    """Number types of tensors."""
     sharding: Sharding = Sharding()
+    """Sharding of parameters, gradients and optimizer states."""
     kernels: Kernels = Kernels()
+    """Rates of kernels."""
     eight_bit: EightBit = EightBit()
+    """8-bit products."""
     loss: Loss = Loss()
+    """Rules of the loss."""
     recompute: RecomputeRule = RecomputeRule()
+    """Rules of activation checkpointing."""
     tensor: TensorRule = TensorRule()
+    """Rules of tensor parallelism."""
     context: ContextRule = ContextRule()
+    """Rules of context parallelism."""
     experts: ExpertRule = ExpertRule()
+    """Rules of expert parallelism."""
     pipeline: PipelineRule = PipelineRule()
+    """Rules of pipelines."""
     host: Host = Host()
+    """Seconds of the host program."""
     optimizer: OptimizerRule = OptimizerRule()
+    """Rules of the optimizer."""
     offload: OffloadRule = OffloadRule()
+    """Rules of offloading to the host."""
     memory: MemoryRule = MemoryRule()
+    """Rules of memory."""
     space: Space | None = None
     """Space of layouts that is searched; None where layouts are priced and not searched."""
     accuracy: Accuracy = Accuracy()

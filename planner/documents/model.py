@@ -373,6 +373,7 @@ class ModelGraph(Document):
     """Layers, their cost, and the flow of data between them."""
 
     kind_of_document: ClassVar[str] = "model"
+    schema_file: ClassVar[str | None] = "model.json"
     not_digested: ClassVar[frozenset[str]] = frozenset({"files"})  # figures count, not comments
 
     name: Name

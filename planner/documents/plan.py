@@ -412,6 +412,7 @@ class Plan(Document):
     """A way to train one model on one cluster, ready to launch."""
 
     kind_of_document: ClassVar[str] = "plan"
+    schema_file: ClassVar[str | None] = "plan.json"
 
     model: PlannedModel
     """Model that the plan trains."""

@@ -106,6 +106,7 @@ class Prediction(Document):
     """Step time by cause, memory per stage by cause, and assumptions."""
 
     kind_of_document: ClassVar[str] = "prediction"
+    schema_file: ClassVar[str | None] = "prediction.json"
 
     plan_digest: Text | None = None
     """Digest of the plan; None for a layout without a plan."""
@@ -277,8 +278,10 @@ class Certificate(Document):
     """Proof that no plan of the space has a shorter simulated step."""
 
     kind_of_document: ClassVar[str] = "certificate"
+    schema_file: ClassVar[str | None] = "certificate.json"
 
     format: Literal[2] = 2  # type: ignore[assignment]
+    """Version of the document's types."""
     statement: Text
     """Statement of the proof in words."""
     model: Text

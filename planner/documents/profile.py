@@ -398,6 +398,7 @@ class Profile(Document):
     """Measurements that replace the cost model's own seconds and bytes where they apply."""
 
     kind_of_document: ClassVar[str] = "profile"
+    schema_file: ClassVar[str | None] = "profile.json"
 
     model: Name
     """Name of the model."""

@@ -34,9 +34,17 @@ class DocumentError(MeshwrightError):
         self.file = file
         super().__init__(": ".join(part for part in (file, path, message) if part))
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Go to other processes as it is: its text alone would not make it again."""
+        return _document_error, (self.path, self.message, self.file)
+
     def in_file(self, file: str) -> DocumentError:
         """Return the same error with the file it came from."""
         return DocumentError(self.path, self.message, file=file)
+
+
+def _document_error(path: str, message: str, file: str | None) -> DocumentError:
+    return DocumentError(path, message, file=file)
 
 
 class NoPlanFits(MeshwrightError):  # noqa: N818 - reads as the sentence that it is

@@ -1,7 +1,7 @@
 """Configurations of programs that fine-tune models of transformers, and of torchtune.
 
-TRL 1.16, as the file of `trl sft --config` (YAML; TrlParser reads it): TrainingArguments with a
-ModelConfig.
+TRL 1.16, as the file of `trl sft --config`, or of `trl dpo`, `reward` and `grpo` (YAML; TrlParser
+reads it): TrainingArguments with a ModelConfig.
 
 axolotl 0.19, LLaMA-Factory 0.9 and torchtune 0.6, as their files (YAML) but for model and data.
 
@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from meshwright.planner.documents.plan import Plan
 from meshwright.planner.documents.training import Lora, Optimizer
 from meshwright.planner.framework_configs.exportable_plan import (
     FrameworkPlan,
@@ -27,6 +28,8 @@ from meshwright.planner.framework_configs.exportable_plan import (
 SAYS = frozenset({"lora", "optimizer", "master_weights"})
 """Fields of a plan's training that these files contain."""
 EVERY_LINEAR = "all-linear"
+PROMPT_LEN = 512
+"""Tokens of a prompt at most, where TRL generates an answer."""
 TRANSFORMERS_OPTIMIZERS: Mapping[Optimizer, str] = {
     "adamw": "adamw_torch_fused",
     "adamw-8bit": "adamw_bnb_8bit",
@@ -115,7 +118,7 @@ def _training_arguments(wanted: FrameworkPlan) -> dict[str, Any]:
     plan, t = wanted.plan, wanted.plan.training
     config: dict[str, Any] = {
         "gradient_accumulation_steps": plan.micro_batches,
-        "bf16": plan.precision == "bf16",
+        "bf16": plan.precision == "bf16" and not trains_working(wanted),
         "fp16": plan.precision == "fp16",
         "gradient_checkpointing": not plan.zero and recompute_of(wanted) == "full",
         "torch_compile": plan.compile == "block",
@@ -132,6 +135,11 @@ def _training_arguments(wanted: FrameworkPlan) -> dict[str, Any]:
             **transformers_rates(wanted),
         }
     return config
+
+
+def trains_working(wanted: FrameworkPlan) -> bool:
+    """Whether FSDP would make fp32 weights of those that are trained in 16 bits."""
+    return wanted.plan.training.master_weights == "none" and wanted.plan.zero > 0
 
 
 def _fsdp(wanted: FrameworkPlan) -> dict[str, Any]:
@@ -152,8 +160,7 @@ def trl_text(wanted: FrameworkPlan) -> str:
     config = {
         "per_device_train_batch_size": plan.micro_batch,
         **_training_arguments(wanted),
-        "max_length": plan.seq_len,
-        "packing": plan.document_len is not None,
+        **_trl_samples(plan),
         "dtype": "bfloat16" if plan.precision == "bf16" else "auto",
         "attn_implementation": "flash_attention_2",
     }
@@ -174,6 +181,24 @@ def trl_text(wanted: FrameworkPlan) -> str:
             **_trl_bits(lora, sharded=plan.zero > 0),
         }
     return _yaml(config)
+
+
+def _trl_samples(plan: Plan) -> dict[str, Any]:
+    """Return the lengths of samples, and what tells one of TRL's commands from another."""
+    match plan.training.objective:
+        case "sft":
+            return {"max_length": plan.seq_len, "packing": plan.document_len is not None}
+        case "dpo":
+            return {"max_length": plan.seq_len, "loss_type": ["sigmoid"]}
+        case "reward":
+            return {"max_length": plan.seq_len, "center_rewards_coefficient": None}
+        case "grpo":  # a reference model is there where beta is not 0
+            return {"max_completion_length": plan.seq_len - _prompt_len(plan), "beta": 0.04}
+
+
+def _prompt_len(plan: Plan) -> int:
+    """Return the tokens of a prompt, of those of a sample."""
+    return min(PROMPT_LEN, plan.seq_len // 2)
 
 
 def _trl_bits(lora: Lora, *, sharded: bool) -> dict[str, Any]:
@@ -205,6 +230,8 @@ def axolotl_text(wanted: FrameworkPlan) -> str:
         "sample_packing": plan.document_len is not None,
         "attn_implementation": "flash_attention_2",
     }
+    if trains_working(wanted):
+        config["bf16"] = "full"
     if plan.training.objective == "reward":
         config["reward_model"] = True
     elif plan.training.objective != "sft":
@@ -278,6 +305,8 @@ def trl_outside(wanted: FrameworkPlan) -> Iterator[str]:
     objective = wanted.plan.training.objective
     if objective != "sft":
         yield f"trl {objective} --config, in place of trl sft"
+    if objective == "grpo":
+        yield f"prompts have at most {_prompt_len(wanted.plan):,} tokens"
     yield from outside(wanted)
 
 

@@ -50,6 +50,8 @@ _TRANSFORMERS = """
     bnb_4bit_compute_dtype use_bnb_nested_quant completion_only_loss assistant_only_loss
     lora_task_type max_prompt_length model_init_kwargs low_cpu_mem_usage streaming
     config gradient_checkpointing_kwargs\\.preserve_rng_state ddp_backend
+    beta center_rewards_coefficient reward_funcs reward_weights num_generations temperature
+    top_p top_k
 """
 _TORCHTITAN = """
     job\\..* metrics\\..* checkpoint\\..* profiling\\..* comm\\..* validation\\..*
@@ -102,7 +104,7 @@ _LLAMA_FACTORY = """
     print_param_status data_shared_file_system create_new_adapter adapter_name_or_path
     adapter_folder image_max_pixels image_min_pixels video_.* double_quantization
     early_stopping_steps ignore_pad_token_for_loss compute_accuracy export_.* infer_.*
-    rope_scaling image_resolution
+    rope_scaling image_resolution pref_beta
 """
 _AXOLOTL = """
     datasets test_datasets val_set_size dataset_prepared_path dataset_processes
@@ -114,6 +116,7 @@ _AXOLOTL = """
     revision_of_model eval_.* skip_prepare_dataset use_tensorboard save_first_step
     cosine_min_lr_ratio processor_type warmup_ratio roles_to_train train_on_eos
     remove_unused_columns pad_to_sequence_len load_best_model_at_end resume_from_checkpoint debug
+    rl_beta
 """
 _MS_SWIFT = """
     system val_dataset split_dataset_ratio dataset_num_proc load_from_cache_file model_author
@@ -121,6 +124,8 @@ _MS_SWIFT = """
     custom_.* interleave_prob data_seed strict val_dataset_shuffle lazy_tokenize agent_template
     save_only_model swanlab_.* truncation_strategy external_plugins
     cached_dataset hub_token norm_bbox response_prefix task_type
+    beta center_rewards_coefficient reward_funcs reward_weights num_generations temperature
+    top_p top_k
 """
 _LITGPT = """
     out_dir data logger_name

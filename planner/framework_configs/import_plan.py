@@ -104,7 +104,12 @@ def _of_words(words: list[str], text: str, surroundings: ScriptEnvironment | Non
         name, inside = named_file("--config_file", file, surroundings)
         started = accelerate.of_settings(limits.settings(inside, name), surroundings)
         config = _started_by(config, started, says_type=bool({"bf16", "fp16"} & set(flags)))
-    config.unknown += _other_stages(words)
+    for stage in _other_stages(words):
+        objective = OBJECTIVES.get(_program(stage))
+        if objective is not None:
+            transformers.learns(config, objective)
+        elif _program(stage) != "rlhf" or "objective" not in config.training:
+            config.unknown.append(stage)
     config.devices = processes or megatron.ranks_of(asked, nodes, each) or config.devices
     config.unknown = [key for key in config.unknown if key.removeprefix("--") not in _OF_LAUNCH]
     return config
@@ -117,6 +122,14 @@ def _program(word: str) -> str:
 
 _STAGES = re.compile(r"(online_)?(dpo|grpo|ppo|kto|orpo|cpo|rloo|xpo|gkd|rlhf|reward|rm|prm)(_.*)?")
 """Stages of training with more than one forward of one model for each backward."""
+
+
+OBJECTIVES = {
+    **dict.fromkeys(("dpo", "dpo_trainer", "run_dpo"), "dpo"),
+    **dict.fromkeys(("reward", "reward_modeling", "reward_trainer", "run_reward"), "reward"),
+    **dict.fromkeys(("grpo", "grpo_trainer", "run_grpo"), "grpo"),
+}
+"""What commands and scripts of TRL learn, by their names."""
 
 
 def _other_stages(words: Sequence[str]) -> list[str]:

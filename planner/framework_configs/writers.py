@@ -37,6 +37,8 @@ from meshwright.planner.schedules import PLAIN, schedule_of
 
 def transformers_obstacles(wanted: FrameworkPlan) -> Iterator[str]:
     """Yield properties of a plan that it does not support."""
+    if fine_tuners.trains_working(wanted):
+        yield "FSDP of weights that are trained in 16 bits, which the script loads"
     yield from degrees_above(wanted, tensor=1, pipeline=1, context=1, expert=1)
     yield from of_fsdp(wanted)
     if wanted.plan.zero and wanted.plan.mesh.data_replicate > 1:

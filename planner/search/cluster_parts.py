@@ -55,20 +55,20 @@ if TYPE_CHECKING:
 
 MOST_FAMILIES = 6_000
 """Families of layouts of all parts that are bounded or searched beside a plan that is known."""
+FEW_FAMILIES = 750
+"""The same of a study while no plan is known."""
 MOST_LIKELY = 16
 """Parts among which the one is looked for that is likely to be the fastest."""
-SEARCHED_IN_ORDER = 3
-"""Parts that are searched before the one is looked for that is likely to be the fastest."""
 BOUNDED = Effort(likely=0, tried=0, solved=4, programs=0)
 """What bounds of a part's configurations may take."""
 SOLVED, PROGRAMS = 4, 1
 """Of the usual effort, what a part gets beside a plan that is known: whether it is faster matters
 more than by how little it is not."""
-MOST_FEWER = 120
+MOST_FEWER = 60
 """Over the devices of a cluster: parts with some devices of several groups of which plans are
 looked for."""
 QUICK = replace(BESIDE, likely=0, tried=0)
-"""What looking for a plan of such a part may take."""
+"""What looking for a plan of a part may take."""
 ANY_S = sys.float_info.max
 """Slower than any plan: a search below it ends without the diagnosis of why nothing fits."""
 
@@ -164,17 +164,21 @@ def _in_order(parts: Iterable[ClusterPart], request: Request) -> list[ClusterPar
 @pause_collector()
 def search_parts(
     request: Request,
-    prefer: Prefer = "simplest",
+    prefer: Prefer | None = "simplest",
     *,
     solver: str = "exact",
     top: int = 1,
     progress: Progress | None = None,
     effort: Effort = USUAL,
     gap_progress: GapProgress | None = None,
+    below_s: float = math.inf,
+    store: FigureStore | None = None,
 ) -> PartAnswer:
     """Return the answer that no part of the cluster has a faster one than, with its part.
 
-    NoPlanFits says why the whole cluster has no plan, where no part has one either.
+    NoPlanFits says why the whole cluster has no plan, where no part has one either; NoneFaster ends
+    the search where none takes less than `below_s`.  Of an answer that nobody prefers (None) the
+    plan is the fastest.
     """
     # Plans on a single group of several are those of other parts.
     fewest = 2 if request.cluster.is_mixed else 1
@@ -182,10 +186,10 @@ def search_parts(
     aloud = partial(quietly, progress=progress, gap_progress=gap_progress)
     check_request(request, solver)
     if not has_parts(request):
-        fastest = aloud(request)
+        fastest = aloud(request, below_s=below_s, store=store)
         part = ClusterPart(request, 0.0, whole=True)
-        return PartAnswer(part, fastest, with_preference(request, fastest, prefer))
-    store, groups = FigureStore(), len(request.cluster.groups)
+        return PartAnswer(part, fastest, _preferred(request, fastest, prefer))
+    store, groups = store or FigureStore(), len(request.cluster.groups)
     if groups > 1:
         least = [LeastSteps(on_group_set(request, (at,)), store) for at in range(groups)]
         waiting = _in_order(parts_of_groups(request, least, store), request)
@@ -193,21 +197,26 @@ def search_parts(
         least = [LeastSteps(request, store)]
         degrees = DegreeBounds(request, store, least[0])
         waiting = _in_order(parts_of(request, least[0], degrees), request)
-    parts = _PartSearch(prefer=prefer, effort=effort, store=store, links=request.cluster.tiers)
-    tried_likeliest = False
+    parts = _PartSearch(
+        prefer=prefer, effort=effort, store=store, links=request.cluster.tiers, most_s=below_s
+    )
     while waiting:
-        part = waiting[0]
-        if parts.searched >= SEARCHED_IN_ORDER and parts.best is not None and not tried_likeliest:
-            tried_likeliest, part = True, parts.likeliest(waiting) or part
-        waiting.remove(part)
+        part = waiting.pop(0)
         parts.look_at(part, aloud if part.whole else quietly)
+        if part.whole and parts.best is not None:
+            likely = parts.likeliest(waiting)
+            if likely is not None:
+                waiting.remove(likely)
+                parts.search(likely, quietly)
     if groups > 1:
         parts.look_for_fewer(request, least, quietly)
     best = parts.best
     if best is None:
+        if below_s < math.inf:
+            raise NoneFaster(f"no plan takes less than {below_s:g} s")
         search(request, solver=solver, store=store)  # says why
         raise NoPlanFits(f"no plan of {request.model.name} fits a part of {request.cluster.name}")
-    if parts.whole is not None and not best.part.whole:
+    if prefer is not None and parts.whole is not None and not best.part.whole:
         best = _with_all_devices(request, parts.whole, best, prefer)
     certificate = of_parts(
         best.answer.certificate,
@@ -222,18 +231,19 @@ def search_parts(
 class _PartSearch:
     """What is known of the parts that were looked at."""
 
-    prefer: Prefer
+    prefer: Prefer | None
     effort: Effort
     store: FigureStore
     links: tuple[LinkTier, ...]
     """Of the whole cluster."""
+    most_s: float
+    """What no plan may take."""
     best: PartAnswer | None = None
     whole: PartAnswer | None = None
     bounds_s: list[float] = field(default_factory=list)
     """Of each part, what no plan of it takes less than."""
     whole_s: float = 0.0
     """Of all devices."""
-    searched: int = 0
     families: int = 0
     """Of the parts that were looked at."""
     unproven: int = 0
@@ -247,7 +257,7 @@ class _PartSearch:
     def limit_s(self) -> float:
         """What is at least this is no faster than the best answer."""
         best = self.best
-        return math.inf if best is None else best.answer.prediction.step_time_s * (1 - EQUAL)
+        return self.most_s if best is None else best.answer.prediction.step_time_s * (1 - EQUAL)
 
     def likeliest(self, waiting: Sequence[ClusterPart]) -> ClusterPart | None:
         """Return the part whose optimum of the closed form is the fastest, below the best so far.
@@ -257,13 +267,15 @@ class _PartSearch:
         first: ClusterPart | None = None
         least_s = self.limit_s
         for part in waiting[:MOST_LIKELY]:
-            if part.bound_s >= least_s or part.degrees is None or self.is_spent:
+            if part.bound_s >= least_s or part.degrees is None:
+                break
+            if self.families >= MOST_FAMILIES // 2:
                 break
             with contextlib.suppress(NoPlanFits, DocumentError):
                 quick = search(
                     part.request,
                     below_s=least_s,
-                    effort=BESIDE,
+                    effort=QUICK,
                     store=self.store,
                     candidates=self._may_be_faster(part, part.degrees),
                 )
@@ -276,24 +288,27 @@ class _PartSearch:
         if part.bound_s >= self.limit_s:
             self.bounds_s.append(part.bound_s)
             return
-        if self.is_spent and not part.whole:
+        if self.is_spent and part.degrees is not None and not part.whole:
             self.unproven += 1
             return
-        if self.best is None or part.degrees is None:
-            self._search(part, searched)
+        best = self.best
+        if part.degrees is None or (best is None and part.whole):
+            self.search(part, searched)
             return
         candidates = self._may_be_faster(part, part.degrees)
         del self._spaces[part.request.cluster_name]
-        bound_s = self._bound_s(part, candidates, self.best.answer)
-        if bound_s >= self.limit_s:
-            self.bounds_s.append(bound_s)
-            return
-        self._search(part, searched, candidates)
+        if best is not None:
+            bound_s = self._bound_s(part, candidates, best.answer)
+            if bound_s >= self.limit_s:
+                self.bounds_s.append(bound_s)
+                return
+        self.search(part, searched, candidates)
 
     @property
     def is_spent(self) -> bool:
-        """Whether enough of the parts was looked at."""
-        return self.families >= MOST_FAMILIES
+        """Whether enough of the parts was looked at; where nothing fits, studies look at few."""
+        few = self.best is None and self.prefer is None
+        return self.families >= (FEW_FAMILIES if few else MOST_FAMILIES)
 
     def _may_be_faster(self, part: ClusterPart, degrees: DegreeBounds) -> list[Candidates]:
         """Return the layouts of a part whose degrees may be faster than the best that is known."""
@@ -329,7 +344,7 @@ class _PartSearch:
                     fewest_groups=len(kept),
                 )
                 if quick.prediction.step_time_s < limit_s * (1 + NEAR):
-                    self._search(part, searched)
+                    self.search(part, searched)
 
     def _bound_s(self, part: ClusterPart, candidates: Sequence[Candidates], best: Answer) -> float:
         """Return what no plan of a part takes less than, as far as that matters beside the best."""
@@ -344,7 +359,8 @@ class _PartSearch:
 
     def _below_s(self, part: ClusterPart) -> float:
         """Return what the closed form has to be below to be worth a simulation."""
-        return min(ANY_S, self.limit_s * (1 + MARGIN)) if part.is_set else ANY_S
+        limit_s = self.limit_s * (1 + MARGIN) if part.is_set else self.most_s
+        return min(ANY_S, limit_s)
 
     def _set_bound_s(self, part: ClusterPart) -> float:
         """Return what no plan of a set of groups takes less than, none of which is near the best.
@@ -355,7 +371,7 @@ class _PartSearch:
         are_same = joined == links.model_copy(update={"devices": joined.devices})
         return max(part.bound_s, self.whole_s if are_same else 0.0)
 
-    def _search(
+    def search(
         self,
         part: ClusterPart,
         searched: Callable[..., Answer],
@@ -365,7 +381,7 @@ class _PartSearch:
 
         `candidates` are all of it that may be faster than the best that is known.
         """
-        self.searched += 1
+        has_all = not candidates or self.best is None
         effort, limit_s = self.effort, self.limit_s
         if self.best is not None and effort is USUAL and not part.whole:
             effort = replace(effort, solved=SOLVED, programs=PROGRAMS)
@@ -381,7 +397,7 @@ class _PartSearch:
         except NoneFaster:
             if part.is_set:
                 self.bounds_s.append(self._set_bound_s(part))
-            elif candidates:
+            elif not has_all:
                 self.bounds_s.append(limit_s)
             return
         except NoPlanFits:
@@ -391,16 +407,15 @@ class _PartSearch:
                 raise
             return
         is_faster = fastest.prediction.step_time_s < limit_s
-        if is_faster and candidates:  # a certificate is of all that a part has
-            self.searched -= 1
-            self._search(part, searched)
+        if is_faster and not has_all:  # a certificate is of all that a part has
+            self.search(part, searched)
             return
         self.bounds_s.append(min(fastest.certificate.lower_bound_s, limit_s))
         if part.whole:
             self.whole_s = fastest.certificate.lower_bound_s
         if not is_faster:
             return
-        answer = PartAnswer(part, fastest, with_preference(part.request, fastest, self.prefer))
+        answer = PartAnswer(part, fastest, _preferred(part.request, fastest, self.prefer))
         self.whole = answer if part.whole else self.whole
         if answer.answer.prediction.step_time_s < limit_s:
             self.best = answer
@@ -415,6 +430,10 @@ def _with_all_devices(
         return best
     answer = with_preference(request, whole.fastest, prefer, at_most_s=step_s)
     return replace(whole, answer=answer) if answer.prediction.step_time_s <= step_s else best
+
+
+def _preferred(request: Request, fastest: Answer, prefer: Prefer | None) -> Answer:
+    return fastest if prefer is None else with_preference(request, fastest, prefer)
 
 
 def _ranked(answer: Answer) -> Ranked:
@@ -436,7 +455,8 @@ def used_text(request: Request, answer: PartAnswer) -> str:
         if at in used
     ]
     left = [group.name for at, group in enumerate(groups) if at not in used]
-    return f": the plan uses {', '.join(texts)}, none of {', '.join(left)}, and is slower on all"
+    texts += [f"none of {', '.join(left)}"] if left else []
+    return f": the plan uses {', '.join(texts)}, and is slower on all"
 
 
 def _unused(plan: Plan) -> list[str]:

@@ -18,6 +18,7 @@ from meshwright.planner.costs.predict import predict
 from meshwright.planner.costs.uncertainty import LAYOUT_ERROR
 from meshwright.planner.documents.axes import LAYOUT_AXES
 from meshwright.planner.documents.cluster import EIGHT_BITS
+from meshwright.planner.documents.framework import base_of
 from meshwright.planner.documents.framework_space import Facts, condition_of
 from meshwright.planner.documents.plan import INSIDE_OUT, Layout, Plan
 from meshwright.planner.documents.units import seconds_text
@@ -156,11 +157,16 @@ def not_worth_eight_bits(request: Request, plan: Plan, prediction: Prediction) -
 
 
 def framework_choices(request: Request, layout: Layout) -> Iterator[tuple[str, str]]:
-    """Yield the names of a framework with options that may make it faster, and what they need."""
+    """Yield the names of a framework with options that may make it faster, and what they need.
+
+    Options that it has already are named once.
+    """
     facts = Facts(request.model, request.cluster, request.job, layout)
+    words = request.framework.name.split("+")
     for choice in request.framework.choices:
-        if all(condition_of(text).is_fulfilled(facts) for text in choice.when):
-            yield "+".join((request.framework.name, *choice.options)), choice.needs
+        more = [option for option in choice.options if option not in words]
+        if more and all(condition_of(text).is_fulfilled(facts) for text in choice.when):
+            yield "+".join((*words, *more)), choice.needs
 
 
 def faster_by_options(request: Request, plan: Plan, prediction: Prediction) -> Iterator[str]:
@@ -176,6 +182,34 @@ def faster_by_options(request: Request, plan: Plan, prediction: Prediction) -> I
     step_s, name, needs = min(seconds)
     if step_s < (1 - NEAR) * prediction.step_time_s:
         yield f"{seconds_text(step_s)} with --framework {name}, which needs {needs}"
+
+
+MUCH_FASTER = 2.0
+"""How many times as fast another framework is whose name is worth a note."""
+OTHER_FRAMEWORK = "megatron"
+"""The framework whose kernels most models have: what the own runtime's modules are held against."""
+
+
+def faster_elsewhere(request: Request, plan: Plan, prediction: Prediction) -> Iterator[str]:
+    """Yield a note where the same layout takes less than half under another framework.
+
+    So it is where a model's modules write to memory what that framework computes in one kernel.
+    """
+    if base_of(request.framework.name) != "native" or request.profile is not None:
+        return
+    on_host = any(group.accelerator.kind == "cpu" for group in request.cluster.groups)
+    if request.model.architecture is None or request.job.lora is not None or on_host:
+        return
+    other = plan.model_copy(update={"framework": OTHER_FRAMEWORK, "compile": "none", "loss": None})
+    try:
+        found = predict(other, request.model, request.cluster)
+    except DocumentError:  # it has no such plan
+        return
+    if MUCH_FASTER * found.step_time_s < prediction.step_time_s:
+        yield (
+            f"{seconds_text(found.step_time_s)} for the same layout with --framework "
+            f"{OTHER_FRAMEWORK}: kernels for what modules here do step by step"
+        )
 
 
 def _fastest(every: Sequence[Ranked]) -> Ranked:

@@ -167,9 +167,9 @@ def of_parts(
     """
     bound_s = min(certificate.objective_s, *bounds_s)
     claim = f" That is valid for {len(bounds_s)} parts of the cluster, all devices among them"
-    claim += f"; of {unproven} others nothing is proven" if unproven else ""
+    claim += f"; of {unproven} more nothing is proven" if unproven else ""
     if fewer:
-        claim += f"; plans of {fewer} with some devices of several groups were looked for, no proof"
+        claim += f"; {fewer} with some devices of several groups were searched without a proof"
     claim += "."
     update: dict[str, object] = {
         "lower_bound_s": bound_s,

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple, get_args
 
 from meshwright.planner.costs.collectives import fastest_relay
 from meshwright.planner.costs.layer_seconds import ENDS
+from meshwright.planner.costs.slowdown import paced_framework
 from meshwright.planner.documents.axes import computed_by
 from meshwright.planner.documents.framework_space import EVERYTHING, Facts, Space, conflicts
 from meshwright.planner.documents.plan import (
@@ -560,7 +561,7 @@ def waits_for_host(request: Request, degrees: Degrees, micro_batch: int) -> bool
     least what the products of a block's weights take at its peak; the host guards in Python and
     some launches.
     """
-    job, host = request.job, request.framework.host
+    job, host = request.job, paced_framework(request.framework, request.cluster).host
     tokens = micro_batch * job.seq_len / (degrees.tensor * degrees.context)
     blocks = (layer for layer in request.model.layers if layer.kind not in ENDS)
     parameters = max((layer.parameters for layer in blocks), default=0.0)

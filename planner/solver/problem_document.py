@@ -67,29 +67,34 @@ class LayerOption(Part):
     """
 
     name: Line
+    """Name of the option, unique within its kind."""
     forward_s: Seconds
+    """Seconds of a forward pass of one micro-batch."""
     backward_s: Seconds
-    """With what is recomputed or waited for."""
+    """Seconds of a backward pass of one micro-batch, with what it recomputes or waits for."""
     stored_bytes: Bytes = 0.0
+    """Bytes saved for the backward pass by each micro-batch in flight."""
     transient_bytes: Bytes = 0.0
+    """Bytes in use only while the layer runs; a stage needs the largest of its layers."""
     resident_bytes: Bytes | None = None
-    """Instead of the kind's."""
+    """Bytes resident in this option; None: those of the kind."""
     sync_s: Seconds | None = None
-    """Instead of the kind's."""
+    """Seconds once per step in this option; None: those of the kind."""
     host_bytes: Bytes = 0.0
-    """Stored on the host, like `stored_bytes` on the device."""
+    """Bytes saved on the host by each micro-batch in flight."""
 
 
 class LayerKind(Part):
     """What layers of one kind have in common."""
 
     options: tuple[LayerOption, ...]
+    """Ways to run a layer of this kind."""
     resident_bytes: Bytes = 0.0
-    """Parameters, gradients, optimizer."""
+    """Bytes of parameters, gradients and optimizer on the device."""
     sync_s: Seconds = 0.0
-    """Charged once per step; the stage with the largest sum counts."""
+    """Seconds once per step; the stage with the largest sum counts."""
     host_resident_bytes: Bytes = 0.0
-    """Parameters, gradients, optimizer on the host."""
+    """Bytes of parameters, gradients and optimizer on the host."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -106,7 +111,9 @@ class LayerRun(Part):
     """Layers, by kind, and how many times they follow each other; a name alone is one layer."""
 
     layers: tuple[Line, ...]
+    """Names of kinds, in order."""
     count: Repeats = 1
+    """Number of times that these layers follow each other."""
 
     @model_validator(mode="before")
     @classmethod
@@ -125,23 +132,26 @@ class StageRoom(Part):
     """One stage, or `count` alike in a row."""
 
     capacity_bytes: Bytes
+    """Bytes of memory of a device of the stage."""
     fixed_bytes: Bytes = 0.0
-    """Taken before any layer: context, buffers."""
+    """Bytes in use before any layer: context and buffers."""
     speed: Factor = 1.0
-    """Relative: seconds of layers are divided by it."""
+    """Relative speed: seconds of layers are divided by it."""
     exposed_s: Seconds = 0.0
-    """Added to every micro-batch: transfers that nothing hides."""
+    """Seconds added to every micro-batch: transfers that are not overlapped."""
     in_flight: Factor | None = None
-    """Micro-batches whose stored bytes are alive at once, instead of the schedule's."""
+    """Number of micro-batches whose stored bytes are alive at once; None: that of the schedule."""
     count: Repeats = 1
+    """Number of equal stages in a row."""
 
 
 class HostRoom(Part):
     """The memory of one host, and how many devices of each stage share it."""
 
     capacity_bytes: Bytes
+    """Bytes of memory of the host."""
     ranks: tuple[Count, ...]
-    """Of every stage in order."""
+    """Number of devices of each stage that share the host, in the order of stages."""
 
 
 class Problem(Document):
@@ -151,32 +161,40 @@ class Problem(Document):
     """
 
     kind_of_document: ClassVar[str] = "problem"
+    schema_file: ClassVar[str | None] = "problem.json"
 
     schedule: Literal["1f1b", "gpipe", "custom"] = "1f1b"
-    """Custom: `steady` and every stage's `in_flight` are given.  GPipe ends all forwards before the
-    first backward, so the slowest forward and the slowest backward count apart."""
+    """Pipeline schedule.  `custom` needs `steady` and the `in_flight` of every stage.  GPipe ends
+    all forwards before the first backward, so its slowest forward and slowest backward count
+    apart."""
     micro_batches: MicroBatches = 1
+    """Number of micro-batches of a step."""
     steady: Coefficient | None = None
-    """Times that the slowest stage counts beside the sum of all; micro_batches - 1 if left out."""
+    """Number of times that the slowest stage counts beside the sum of all; None: micro_batches -
+    1."""
     fill: Coefficient = 1.0
-    """Times that the sum of all stages counts."""
+    """Number of times that the sum of all stages counts."""
     kinds: dict[str, LayerKind]
+    """Kinds of layers by name."""
     layers: tuple[LayerRun, ...]
     """Names of kinds in the order of the chain."""
     stages: tuple[StageRoom, ...]
+    """Stages in order."""
     cut_s: tuple[Seconds, ...] = ()
-    """Seconds that a cut behind each layer but the last adds to both stages it parts."""
+    """Seconds that a cut behind each layer but the last adds to both stages that it separates."""
     edges: tuple[Edge, ...] = ()
-    """Of a graph of layers: numbers of a layer and of a later one that reads its output."""
+    """Edges of a graph of layers: the number of a layer and of a later one that reads its
+    output."""
     output_s: tuple[Seconds, ...] = ()
-    """Of a graph: seconds that a stage spends on sending or receiving each layer's output."""
+    """Seconds that a stage of a graph spends on sending or receiving the output of each layer."""
     relayed: bool = True
-    """Whether stages pass on outputs that only later ones read, or these get them straight."""
+    """True: stages pass on outputs that only later stages read; False: these get them directly."""
     colocated: tuple[Together, ...] = ()
-    """Of a graph: numbers of layers that stay on one stage."""
+    """Groups of numbers of layers of a graph that stay on one stage."""
     hosts: tuple[HostRoom, ...] = ()
+    """Hosts whose memory the stages share."""
     require: tuple[Requirement, ...] = ()
-    """What else a split must keep."""
+    """Constraints on the split."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -36,12 +36,15 @@ class Requirement(Part):
     """Exactly one of: layers together, layers on stages, most layers of stages, their options."""
 
     layers: tuple[Count, Count] | None = None
-    """The first and the last."""
+    """Numbers of the first and the last layer."""
     together: Flag = False
+    """True: these layers are on one stage."""
     stages: tuple[Count, ...] | None = None
-    """Without it `at_most` speaks of every stage."""
+    """Stages on which these layers are, or to which `at_most` applies; None: all stages."""
     at_most: Positive | None = None
+    """Largest number of layers of a stage."""
     options: tuple[Text, ...] | None = None
+    """Options among which these layers choose."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

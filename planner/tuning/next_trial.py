@@ -2,7 +2,8 @@
 
 A trial is worth what it is expected to make the answer faster, for each second that it takes (the
 knowledge gradient: Frazier, Powell and Dayanik, INFORMS J. Computing 21 (2009) 599-613).  An answer
-is always an option that ran, once one has.
+is always an option that ran, once one has.  Where predictions foretold the last trial better than
+what trials taught, the next is the one predicted fastest: what is learned does no harm.
 
 Which options fit: one constant of memory, from runs that ran and runs that ran out of it.
 
@@ -94,6 +95,9 @@ ALONE = 0.3
 probability that none of them wins agrees with the observed one (docs/results/tuning.md)."""
 UNSURE = 2 * NOISE
 """Spread of a measured step beyond which its trial may be repeated."""
+TIE = NOISE / 2
+"""Of logarithms of steps: less does not make another plan the answer, since trials of one plan lie
+as far apart."""
 START_S = 30.0
 """Seconds of a trial before its first step, until a trial has shown fewer."""
 STEPS = 12
@@ -147,7 +151,26 @@ class Tuner:
             steps=self._steps,
         )
         tuner.__dict__["_belief"] = self._belief
+        tuner.__dict__["_before_last"] = self
         return tuner
+
+    @cached_property
+    def _before_last(self) -> Tuner:
+        """What was known before the last trial."""
+        return Tuner(self.options, self.outcomes[:-1], stand_ins=self._stand_ins)
+
+    @property
+    def _misled(self) -> bool:
+        """Whether predictions foretold the last step better than what earlier trials taught."""
+        last = self.outcomes[-1] if self.outcomes else None
+        if last is None or last.step_s is None:
+            return False
+        before, step = self._before_last, math.log(last.step_s)
+        believed, predicted = (
+            abs(float(each.posterior.mean[last.option]) - step)
+            for each in (before, before.without_outcomes)
+        )
+        return believed > predicted + self._noise(last)
 
     @cached_property
     def without_outcomes(self) -> Tuner:
@@ -232,10 +255,15 @@ class Tuner:
     def answer(self) -> int:
         """The fastest option that ran; before, the one believed fastest that surely fits.
 
+        Of those that ran and are within `TIE` of the fastest it is the one that was tried first.
         Where others are tried for it, it is always the one believed fastest.
         """
         measured = [] if self._stand_ins else self.ran
-        return min(measured or self._surest(self._answers, SURE_TO_FIT), key=self._mean)
+        if not measured:
+            return min(self._surest(self._answers, SURE_TO_FIT), key=self._mean)
+        least = min(map(self._mean, measured))
+        tied = [option for option in measured if self._mean(option) <= least + TIE]
+        return min(tied, key=[outcome.option for outcome in self.outcomes].index)
 
     def _mean(self, option: int) -> float:
         return float(self.posterior.mean[option])
@@ -257,6 +285,9 @@ class Tuner:
             return None
         if not self.ran and not self._stand_ins:
             return min(self._surest(left, SURE_TO_FIT), key=self._mean)
+        untried = [option for option in may_run if option not in self.tried_options]
+        if self._misled and untried and not self._stand_ins:
+            return min(untried, key=self.without_outcomes._mean)
         gains = {option: self._gain(option) / self.trial_s(option) for option in may_run}
         return min(may_run, key=lambda option: (-gains[option], self._mean(option)))
 

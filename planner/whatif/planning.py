@@ -11,7 +11,6 @@ lie in host memory where the cluster says how much there is and how it is reache
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,15 +20,15 @@ from meshwright.planner.catalog import frameworks
 from meshwright.planner.catalog.expressions import resolve_model
 from meshwright.planner.costs.cost_cache import FigureStore
 from meshwright.planner.documents.training import Lora
-from meshwright.planner.errors import DocumentError, NoneFaster, NoPlanFits
+from meshwright.planner.errors import DocumentError, NoPlanFits
 from meshwright.planner.requests.pins import read_pins
 from meshwright.planner.requests.request import Request, tuning_batch
+from meshwright.planner.search.cluster_parts import search_parts
 from meshwright.planner.search.proof_budget import BRIEF
 from meshwright.planner.search.search import search
 from meshwright.planner.system.gc_pause import pause_collector
 from meshwright.planner.whatif.study import PUBLIC, YEAR, Study
 from meshwright.planner.whatif.study import JobOfYear as StudyJob
-from meshwright.planner.whatif.what_if_changes import changed_cluster
 
 if TYPE_CHECKING:
     from meshwright.planner.documents.cluster import AcceleratorKind, DeviceGroup, Precision
@@ -89,10 +88,6 @@ EXPERTS = "megatron+deepep+expert-overlap+cheap-recompute"
 """Megatron Core's recipes for mixtures of experts."""
 ANY_S = 1e30
 """Slower than any plan.  A search below it ends without the diagnosis of why nothing fits."""
-FEW_NODES = 16
-"""Up to this number, every smaller number of nodes is tried."""
-SHAPES = 0.9
-"""By what factor the same work may take less on fewer devices, whose products are larger."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,20 +264,12 @@ class _Among:
     def _best(self, request: Request, candidate: Candidate, below_s: float) -> Answer:
         if candidate.tuning in ("lora", "qlora"):
             return self._fastest_tuner(request, candidate, below_s)
-        answer: Answer | None = None
-        with contextlib.suppress(NoneFaster):
-            answer = search(request, below_s=below_s, effort=BRIEF, store=self.store)
-        if answer is None and below_s < ANY_S:
-            raise NoneFaster(f"no plan takes less than {below_s:g} s")
-        for fewer in _worth_trying(request, answer.prediction if answer else None):
-            best_s = below_s if answer is None else answer.closed_form.objective_s
-            with contextlib.suppress(NoPlanFits):
-                other = search(fewer, below_s=best_s, effort=BRIEF, store=self.store)
-                if answer is None or other.prediction.step_time_s < answer.prediction.step_time_s:
-                    answer = other
-        if answer is None:
-            raise NoneFaster("no plan fits")
-        return answer
+        if len(request.cluster.groups) > 1:
+            return search(request, below_s=below_s, effort=BRIEF, store=self.store)
+        answer = search_parts(request, None, effort=BRIEF, below_s=below_s, store=self.store).answer
+        # Idle devices are paid for: the plan is one on all that there are.
+        plan = answer.plan.model_copy(update={"cluster": request.cluster_name})
+        return replace(answer, plan=plan)
 
     def _fastest_tuner(
         self, request: Request, candidate: Candidate, below_s: float = math.inf
@@ -385,72 +372,3 @@ def public_frameworks(kind: AcceleratorKind, *, routed: bool = False) -> tuple[s
             return (NATIVE,)
         case _:
             assert_never(kind)
-
-
-def _worth_trying(request: Request, prediction: Prediction | None) -> Iterator[Request]:
-    """Yield the request with nodes left idle, where a plan on fewer may be faster.
-
-    That is where links are too slow for all of them: half of them may do; or where devices divide
-    the global batch badly.  Then every smaller number is tried, or of many nodes those that divide
-    better: more replicas take whole shares of the batch, or what is left for other axes has smaller
-    factors.  Fewer devices compute longer by their number, within SHAPES, which ends it soon.
-    """
-    cluster, job = request.cluster, request.job
-    if len(cluster.groups) > 1:
-        return
-    [group] = cluster.groups
-    for nodes in _fewer_nodes(group.nodes, group.devices_per_node, job.global_batch):
-        if prediction is not None:
-            computing_s = SHAPES * _computing_s(prediction)
-            if computing_s * group.nodes / nodes >= prediction.step_time_s:
-                return
-        fewer = changed_cluster(cluster, "devices", nodes / group.nodes)
-        if fewer is not None:
-            yield replace(request, cluster=fewer)
-
-
-def _fewer_nodes(nodes: int, per_node: int, global_batch: int) -> Iterator[int]:
-    """Yield smaller numbers of nodes that are worth a look, the largest first.
-
-    >>> list(_fewer_nodes(8, 8, 512)), list(_fewer_nodes(5, 8, 512)), list(_fewer_nodes(36, 8, 512))
-    ([4, 2, 1], [4, 3, 2, 1], [32])
-    """
-    if global_batch % (nodes * per_node) == 0:
-        while nodes := nodes // 2:
-            yield nodes
-        return
-    better: list[tuple[int, int]] = []
-    for fewer in range(nodes, 0, -1):
-        replicas = math.gcd(fewer * per_node, global_batch)
-        factor = max(factors(fewer * per_node // replicas), default=1)
-        worse = any(r >= replicas and f <= factor for r, f in better)
-        better.append((replicas, factor))
-        if fewer < nodes and (nodes <= FEW_NODES or not worse):
-            yield fewer
-
-
-def _computing_s(prediction: Prediction) -> float:
-    """Return the seconds of a step that devices compute, on average over stages.
-
-    What is computed again counts: fewer devices have less memory, so they do not compute less.
-    """
-    parts = prediction.step_parts
-    of_stages = [stage.forward_s + stage.backward_s for stage in prediction.stages]
-    mean = sum(of_stages) / len(of_stages)
-    computing_s = sum(parts.get(name, 0.0) for name in ("forward", "backward", "recompute"))
-    return computing_s * mean / max(of_stages)
-
-
-def factors(number: int) -> list[int]:
-    """Return the prime factors of a number.
-
-    >>> factors(360), factors(1)
-    ([2, 2, 2, 3, 3, 5], [])
-    """
-    divisors, divisor = [], 2
-    while divisor * divisor <= number:
-        while number % divisor == 0:
-            divisors.append(divisor)
-            number //= divisor
-        divisor += 1
-    return divisors + [number] * (number > 1)

@@ -98,49 +98,58 @@ class Work(Part):
     """One training step."""
 
     seq_len: SampleTokens | None = None
-    """As `plan` has it where it is not given: the model's own, 4,096 at most."""
+    """Tokens of a sequence; None: the model's own, 4,096 at most."""
     global_batch: Samples | None = None
-    """Sequences; as `plan` has it where it is not given: about 4 million tokens."""
+    """Sequences of a step; None: about 4 million tokens."""
     precision: Precision | Literal["auto"] | None = None
-    """What each cluster has units for, bf16 or fp16, where it is not given; auto tries fewer bits
+    """Precision of training; None: bf16 or fp16, as each cluster has units; `auto` tries fewer bits
     where device and framework have them."""
     document_len: SampleTokens | None = None
-    """Of packed samples: mean over tokens of the length of the token's document."""
+    """Mean over tokens of the length of the token's document; None: samples are not packed."""
     tuning: Tuning = "pretrain"
+    """Kind of training: pretraining, full fine-tuning, or adapters (lora, qlora)."""
     lora: Lora | None = None
-    """Of adapters, where `tuning` is lora or qlora: rank 16 where it is not given."""
+    """Adapters where `tuning` is lora or qlora; None: rank 16."""
     optimizer: Optimizer = "adamw"
+    """Optimizer of the training."""
     master_weights: MasterWeights = "fp32"
+    """Number type of the master weights."""
     objective: Objective = "sft"
+    """Objective of fine-tuning, such as sft or dpo."""
     fit_probability: Fraction | None = None
-    """Least probability that a plan fits; where it is not given 95 %, as `plan` has it, and more
-    where goals are to be met more surely than with 80 %."""
+    """Least probability that a plan fits memory; None: 0.95, and more where `goal.confidence` is
+    above 0.8."""
     framework: Text = PUBLIC
-    """The framework that trains, where the whole model is: a name, or the fastest public one."""
+    """Framework that trains: a name, or `public` for the fastest public one."""
 
 
 class Goal(Part):
     """What is to be reached, and within what."""
 
     tokens: Rate | None = None
+    """Tokens to train on."""
     tokens_per_parameter: Rate | None = None
-    """Instead of tokens, where models of several sizes are compared: 20 is compute-optimal."""
+    """Tokens per parameter of the model, instead of `tokens`; 20 is compute-optimal."""
     epochs: Rate | None = None
-    """Instead of tokens: passes over a data set."""
+    """Passes over a data set, instead of `tokens`."""
     dataset_tokens: Rate | None = None
-    """Of one epoch."""
+    """Tokens of one epoch."""
     deadline_days: Rate | None = None
+    """Longest duration in days."""
     budget_usd: Rate | None = None
+    """Largest cost in dollars."""
     power_cap_w: Rate | None = None
+    """Largest power in watts."""
     emission_cap_kg: Rate | None = None
+    """Largest emission in kg of CO2."""
     confidence: Fraction = 0.8
-    """Least probability of keeping each of these; what keeps one at its midpoint alone comes after
-    what keeps all so surely."""
+    """Least probability of keeping each of these limits.  A candidate that keeps one only at its
+    midpoint is ranked behind those that keep all so surely."""
     by: Order = "cost"
-    """What candidates are ranked by; those without a price come last.  `weighted` is the cost and
-    what the days until the result are worth."""
+    """Criterion by which candidates are ranked; those without a price come last.  `weighted` adds
+    the value of days (`day_usd`) to the cost."""
     day_usd: Rate | None = None
-    """What the result is worth more, a day sooner."""
+    """Dollars that a result a day earlier is worth."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -171,41 +180,52 @@ class JobOfYear(Part):
     """
 
     name: Line
+    """Name of the job."""
     model: Line
-    """As on the command line."""
+    """Model, as on the command line."""
     tokens: Rate
-    """Of one run."""
+    """Tokens of one run."""
     runs_a_year: Rate
+    """Number of runs in a year."""
     tuning: Tuning = "pretrain"
+    """Kind of training."""
     seq_len: SampleTokens | None = None
-    """Instead of the study's own."""
+    """Tokens of a sequence; None: that of `work`."""
     global_batch: Samples | None = None
-    """Instead of the study's own."""
+    """Sequences of a step; None: that of `work`."""
 
 
 class Rental(Part):
     """A rent per device and hour; the catalogue's dated offers where no figure is given."""
 
     usd_per_device_hour: Rate | None = None
+    """Rent in dollars of a device for an hour; None: the catalogue's dated offers."""
     low: Rate | None = None
+    """Low end of the rent."""
     high: Rate | None = None
+    """High end of the rent."""
     commitment: Commitment = "on_demand"
+    """Terms of the rent: on demand, reserved or spot."""
     term_months: Rate | None = None
-    """Of a reservation, whose every hour is paid, used or not."""
+    """Months of a reservation; every hour of it is paid, used or not."""
     prepaid: Proportion | None = None
     """Share of a reservation that is paid on the first day."""
     minimum_hours: Amount = 1.0
-    """Of a run, paid at least: an hour is the least that is sold."""
+    """Fewest hours that are paid for a run."""
     currency: Line = "USD"
+    """Currency of the rent."""
     market: Market | None = None
-    """Of the catalogue's offers: specialists or hyperscalers, the cheaper where it is not given;
-    there is no median of both."""
+    """Kind of provider in the catalogue: specialists or hyperscalers; None: the cheaper kind."""
     provider: Line | None = None
+    """Provider in the catalogue; None: any."""
     region: Line | None = None
+    """Region in the catalogue; None: any."""
     each_provider: Flag = False
-    """A candidate for each provider in the catalogue, at the median of its own offers."""
+    """True: one candidate for each provider, at the median of its offers."""
     date: DateLine | None = None
+    """Date of the rent, such as 2026-11."""
     source: Text | None = None
+    """Source of the rent."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -251,23 +271,30 @@ class Loan(Part):
     """What is borrowed for a purchase, and paid back in equal parts each month."""
 
     interest: Interest
-    """A year; what a dollar costs later is `assumptions.interest`."""
+    """Interest of the loan a year; what a dollar costs later is `assumptions.interest`."""
     months: Annotated[int, Field(ge=1, le=600, strict=True)]
+    """Months over which the loan is paid back."""
     share: Proportion = 1.0
-    """Of the price."""
+    """Share of the price that is borrowed."""
 
 
 class Lease(Part):
     """Devices with nodes, network, storage and spares that are given back in the end."""
 
     usd_per_device_month: Rate
+    """Dollars of a device for a month."""
     low: Rate | None = None
+    """Low end of the price."""
     high: Rate | None = None
+    """High end of the price."""
     term_months: Annotated[int, Field(ge=1, le=600, strict=True)]
-    """That are paid at least."""
+    """Fewest months that are paid."""
     currency: Line = "USD"
+    """Currency of the price."""
     date: DateLine
+    """Date of the price."""
     source: Text
+    """Source of the price."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -286,19 +313,28 @@ class Buying(Part):
     """A purchase per device, node included; the catalogue's dated price where none is given."""
 
     of: tuple[Line, ...] = ()
-    """Accelerators of a cluster with several: these are bought, the others owned or rented."""
+    """Accelerators that are bought, in a cluster with several; the others are owned or rented."""
     loan: Loan | None = None
-    """Else the price is paid on the first day."""
+    """Loan for the purchase; None: the price is paid on the first day."""
     lease: Lease | None = None
-    """Instead of a price; hosting, staff, support, insurance and power are paid as ever."""
+    """Lease instead of a purchase; hosting, staff, support, insurance and power are paid in
+    addition."""
 
     usd_per_device: Rate | None = None
+    """Price in dollars of a device with its share of the node; None: the catalogue's dated
+    price."""
     low: Rate | None = None
+    """Low end of the price."""
     high: Rate | None = None
+    """High end of the price."""
     currency: Line = "USD"
+    """Currency of the price."""
     date: DateLine | None = None
+    """Date of the price."""
     source: Text | None = None
+    """Source of the price."""
     network_usd_per_device: Amount | None = None
+    """Dollars of the network for a device; None: the catalogue's figure."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -316,8 +352,11 @@ class Exchange(Part):
     """What a unit of another currency was worth on a date."""
 
     usd: Rate
+    """Dollars that one unit of the currency is worth."""
     date: DateLine
+    """Date of the rate."""
     source: Text
+    """Source of the rate."""
 
 
 def _assumed_quantity(cls: type[Q], value: float, low: float, high: float, why: str) -> Q:
@@ -351,31 +390,32 @@ class Failures(Part):
         max(FAILURE_RATES.values()),
         "LLAMA3; low RSC2; high MTTF1024; between them TR11, RSC1 and OPT175",
     )
-    """Failures that end a run until it is restarted."""
+    """Failures of a device in an hour that end a run until it is restarted."""
     spot_per_node_hour: Quantity = _sourced_quantity(
         Quantity, 0.01, 3e-4, 0.1, "geometric mean of ADVISOR, 3e-4, and BAMBOO, 0.1"
     )
-    """Interruptions of a spot instance, in addition."""
+    """Interruptions of a spot instance in an hour, in addition."""
     restart_s: Quantity = _assumed_quantity(
         Quantity, 600.0, 300.0, 1800.0, "minutes where machines restart a run, more by hand"
     )
-    """Until a run goes on from its checkpoint."""
+    """Seconds until a run continues from its checkpoint."""
     checkpoint_bytes_per_parameter: Quantity = _sourced_quantity(
         Quantity, 12.0, 12.0, 14.0, "weights and two moments in fp32, as this runtime saves them"
     )
+    """Bytes of a checkpoint per parameter."""
     store_bytes_per_s_per_device: Quantity = _sourced_quantity(
         Quantity, 1.22e8, 5e7, 1e9, "LLAMA3, 2 TB/s over 16,384; a node with disks of its own more"
     )
-    """Written behind training."""
+    """Bytes per second per device that storage takes, behind training."""
     copy_bytes_per_s_per_device: Quantity = _assumed_quantity(
         Quantity, 1e10, 5e7, 2.5e10, "a copy to the host; low: training waits for the store"
     )
-    """Of a checkpoint to the host's memory, while training waits."""
+    """Bytes per second per device of a checkpoint's copy to host memory, while training waits."""
     checkpoint_stall_s: Quantity = _sourced_quantity(
         Quantity, 0.8, 0.1, 6.3, "high PTASYNC; low assumed, value their geometric mean"
     )
-    """That training waits at each checkpoint beside the copy: ranks agree on what is whole, list
-    their tensors, take memory."""
+    """Seconds that training waits at each checkpoint beside the copy: ranks agree on what is whole,
+    list their tensors and take memory."""
     other: ShareQuantity = _sourced_quantity(
         ShareQuantity,
         0.2,
@@ -396,10 +436,12 @@ class Owning(Part):
     )
     """Share of its value that hardware keeps from one year to the next."""
     residual_by_age: tuple[Proportion, ...] = ()
-    """Shares of the price that it sells for after 1, 2, ... years, instead."""
+    """Shares of the price that the hardware sells for after 1, 2, ... years, instead of
+    `retained_a_year`."""
     storage_usd_per_device: Quantity = _assumed_quantity(
         Quantity, 600.0, 200.0, 2000.0, "a petabyte of flash for about 500 devices"
     )
+    """Dollars of storage for a device."""
     spares: ProportionQuantity = _assumed_quantity(
         ProportionQuantity, 0.03, 0.01, 0.06, "a spare in 32"
     )
@@ -407,49 +449,61 @@ class Owning(Part):
     support_a_year: ProportionQuantity = _assumed_quantity(
         ProportionQuantity, 0.04, 0.02, 0.08, "contracts of vendors differ"
     )
+    """Share of the price of the hardware paid for support in a year."""
     insurance_a_year: ProportionQuantity = _assumed_quantity(
         ProportionQuantity, 0.005, 0.002, 0.01, "no public quote was found"
     )
+    """Share of the price of the hardware paid for insurance in a year."""
     staff_usd_per_device_year: Quantity = _assumed_quantity(
         Quantity, 500.0, 150.0, 2000.0, "an engineer for 400 devices; small clusters need one too"
     )
+    """Dollars of staff for a device in a year."""
     hosting_usd_per_kw_month: Quantity = _sourced_quantity(
         Quantity, 190.0, 130.0, 280.0, "COLO_RATES; range COLO; power is metered apart"
     )
+    """Dollars of hosting for a kilowatt in a month, without electricity."""
     idle_power: ProportionQuantity = _assumed_quantity(
         ProportionQuantity, 0.25, 0.15, 0.4, "share of the power in use; hosts and fans stay on"
     )
+    """Share of the power in use that idle devices draw."""
     sales_tax: Proportion = 0.0
+    """Share of the price added as sales tax."""
     income_tax: Share = 0.0
-    """Rents, running costs and depreciation lower it; figures are before tax."""
+    """Share of income paid as tax.  Rents, running costs and depreciation lower it; figures are
+    before tax."""
     depreciation_years: Years = 5.0
-    """Straight line."""
+    """Years of straight-line depreciation."""
 
 
 class Data(Part):
     """Storage and transfers, which a run pays beside its devices."""
 
     stored_tb: Amount = 0.0
-    """Of data and checkpoints, beside rented clusters while a run lasts; what is bought or owned
-    has storage of its own."""
+    """Terabytes of data and checkpoints beside rented clusters while a run lasts; bought and owned
+    clusters have storage of their own."""
     usd_per_tb_month: Quantity = _assumed_quantity(
         Quantity, 23.0, 7.0, 80.0, "list prices of object stores, 20 to 23; file systems cost more"
     )
+    """Dollars of a terabyte stored for a month."""
     moved_tb: Amount = 0.0
-    """Read out of a cloud for a run, and brought back: data to the cluster, checkpoints from it."""
+    """Terabytes that leave a cloud for a run: data to the cluster, checkpoints from it."""
     usd_per_tb_moved: Quantity = _assumed_quantity(
         Quantity, 60.0, 20.0, 90.0, "list prices of hyperscalers; specialists often ask nothing"
     )
+    """Dollars of a terabyte that leaves a cloud."""
 
 
 class Assumptions(Part):
     """Figures that no plan knows; each default names its source."""
 
     goodput: FractionQuantity | None = None
-    """Share of the wall clock that trains; by size from `failures` where it is not given."""
+    """Share of the wall clock that trains; None: computed from `failures` for each size."""
     failures: Failures = Failures()
+    """Failures and what they cost in time."""
     owning: Owning = Owning()
+    """Costs of owning hardware."""
     data: Data = Data()
+    """Storage and transfers."""
     utilisation: Fraction = 0.8
     """Share of the hours of what is bought or reserved that are used, by all work on it.  Where a
     study leaves it out, a run pays a commitment whole and a year of jobs the year."""
@@ -457,33 +511,38 @@ class Assumptions(Part):
     """80 of 100 times the share of hours used will lie between the given one over it and times it;
     assumed.  All that is bought or reserved is used alike."""
     quota_devices: Devices = 512
-    """That a provider rents at once, on demand or on spot, where a size is to be found: 64 nodes
-    of eight, as Lambda's 1-Click Clusters (BLOCKS)."""
+    """Largest number of devices that a provider rents at once, on demand or spot, where a size is
+    solved for: 64 nodes of eight, as Lambda's 1-Click Clusters (BLOCKS)."""
     years: Years = 3.0
-    """Until bought devices are sold, and over which purchases and rents are compared."""
+    """Years until bought devices are sold, over which purchases and rents are compared."""
     interest: Interest = 0.08
-    """A year."""
+    """Discount rate a year."""
     rent_change_a_year: RentChange = 0.0
-    """Of rents that are not fixed by a contract: -0.2 is a fifth less each year."""
+    """Relative change a year of rents without a contract: -0.2 is a fifth less each year."""
     lead_days: Quantity = _sourced_quantity(Quantity, 180, 30, 365, "LEADS; low: what is in stock")
-    """Until bought devices can be used."""
+    """Days until bought devices can be used."""
     start_hours: Quantity = _assumed_quantity(
         Quantity, 0.5, 0.1, 3.0, "nodes boot, images, weights and data are fetched, a run is tried"
     )
-    """Of a run, on all its devices and paid, before it trains."""
+    """Hours before a run trains, paid on all its devices."""
     electricity_usd_per_kwh: Quantity | None = None
+    """Dollars of a kWh; None: the catalogue's figure."""
     power_usage_effectiveness: OverheadQuantity | None = None
+    """Power of the site over that of its devices; None: the catalogue's figure."""
     node_power_over_tdp: Quantity | None = None
+    """Power of a node over the design power of its devices; None: the catalogue's figure."""
     network_w_per_device: Quantity | None = None
+    """Watts of the network for a device; None: the catalogue's figure."""
     power_limit_exponent: Quantity = _sourced_quantity(
         Quantity, 0.75, 0.33, 1.0, "POWERCAP, 0.7 to 1.05; low the cube law of frequency and power"
     )
-    """Products run at the power limit's share to this power of their rate."""
+    """Exponent p: at a power limit of share x, matrix products run at x**p of their rate."""
     country: Line = "USA"
+    """Country of the site, ISO 3166, for the carbon of its grid."""
     carbon_g_per_kwh: Amount | None = None
-    """Of the country's grid where it is not given."""
+    """Grams of CO2 of a kWh; None: those of the country's grid."""
     currencies: dict[Line, Exchange] = Field(default_factory=dict)
-    """By code, as prices name them."""
+    """Exchange rates by currency code."""
     tie: Fraction = 0.15
     """Candidates that differ by no more than this share are tied."""
 
@@ -521,35 +580,40 @@ class Offer(Part):
     """Clusters to compare, and on which terms they can be had."""
 
     name: Line | None = None
+    """Name of the candidate; None: composed of cluster and terms."""
     cluster: Line
-    """As on the command line; `{n}` stands for each of `n`."""
+    """Cluster, as on the command line; `{n}` stands for each of `n`."""
     n: tuple[Devices, ...] = ()
+    """Numbers of devices to try."""
     largest: bool = False
-    """Of `n`, only the largest that meets the goal's power cap as surely as the goal wants."""
+    """True: only the largest of `n` whose power keeps the goal's cap."""
     solve: Sizing | None = None
-    """`n` is found: the fewest that meet the deadline, the most that the power cap feeds, or the
-    most that the budget pays for."""
+    """Rule by which the number of devices is solved for: the fewest that meet the deadline (need),
+    the most that the power cap feeds (power), or the most that the budget pays (afford)."""
     rent: Rental | None = None
+    """Terms of rent."""
     buy: Buying | None = None
+    """Terms of purchase."""
     owned: bool | tuple[Line, ...] = False
-    """All but the hardware is paid; where accelerators are named, of those, and rent for others."""
+    """True: the hardware is paid for and only running it costs.  Names of accelerators: these are
+    owned and the others rented."""
     tuning: Tuning | None = None
-    """Instead of the study's own."""
+    """Kind of training; None: that of `work`."""
     host_memory_bytes: Positive | None = None
-    """Of a node, where the cluster does not say or says otherwise."""
+    """Bytes of memory of a node; None: those of the cluster."""
     change: dict[ChangeName, Factor] = Field(default_factory=dict)
-    """The cluster as it could be: factors on its figures."""
+    """Factors on figures of the cluster, for hardware that does not exist yet."""
     fix: tuple[Line, ...] = ()
-    """As on the command line: tp=1, zero=3."""
+    """Choices that are fixed, as on the command line: tp=1, zero=3."""
     allow: tuple[Line, ...] = ()
-    """As on the command line: offload, compress, stale."""
+    """Techniques that are allowed, as on the command line: offload, compress, stale."""
     power_limit: PowerLimit = 1.0
     """Share of its design power that each device may draw."""
     wait_months: Amount = 0.0
-    """Until it is ordered: its price moves by `rent_change_a_year` and has the range of that age,
-    and its result comes so much later."""
+    """Months until the order.  The price moves by `rent_change_a_year`, has the range of that age,
+    and the result comes so much later."""
     assumptions: Assumptions | None = None
-    """What differs here from the study's, such as a site's price of electricity."""
+    """Assumptions that differ for this candidate, such as its price of electricity."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -577,35 +641,48 @@ class Curve(Part):
     """One candidate, re-planned with one figure changed step by step."""
 
     change: ChangeName
+    """Figure that changes."""
     factors: tuple[Factor, ...]
+    """Factors on the figure."""
     offer: Line | None = None
-    """Its name; the best candidate where it is not given."""
+    """Name of the candidate; None: the best one."""
 
 
 class Marginal(Part):
     """One candidate, re-planned with one thing changed at a time."""
 
     offer: Line | None = None
+    """Name of the candidate; None: the best one."""
     changes: dict[ChangeName, tuple[Factor, ...]] = Field(default_factory=lambda: dict(USUAL))
+    """Factors to try on each figure."""
 
 
 class Study(Document):
     """Candidates for some training, and what decides between them."""
 
     kind_of_document: ClassVar[str] = "study"
+    schema_file: ClassVar[str | None] = "study.json"
 
     name: Line
+    """Name of the study."""
     question: Text | None = None
+    """Question that the study answers, in words."""
     models: tuple[Line, ...] = ()
-    """As on the command line: catalogue names, configurations."""
+    """Models, as on the command line: names of the catalogue, or configurations."""
     jobs: tuple[JobOfYear, ...] = ()
-    """Instead of models: all that is trained in a year."""
+    """All jobs of a year, instead of models."""
     work: Work = Work()
+    """The training step."""
     goal: Goal = Goal()
+    """Amount of training, its limits, and the criterion of the ranking."""
     offers: tuple[Offer, ...]
+    """Candidates."""
     assumptions: Assumptions = Assumptions()
+    """Figures that no plan contains."""
     marginal: Marginal | None = None
+    """One candidate, planned again with one figure changed at a time."""
     curves: tuple[Curve, ...] = ()
+    """Candidates planned again while one figure changes step by step."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -43,6 +43,10 @@ ANSWER_S = 5.0
 _LEAST_S, _MOST_S = 0.5, 10.0
 """Between two tries."""
 _ADDRESS = re.compile(r"([a-z][a-z0-9+]*):/+(?!/)(.+)", re.DOTALL)
+_NO_STORES = frozenset(
+    {"memory", "http", "https", "data", "blockcache", "filecache", "simplecache"}
+)
+"""What fsspec opens and does not keep, or cannot write."""
 _STEP = re.compile(r"step-(\d{6,})")
 _FINAL = (PermissionError, NotImplementedError, ValueError)
 """Errors that another try does not change."""
@@ -54,12 +58,21 @@ _T = TypeVar("_T")
 def address_of(folder: Path | str | None) -> str | None:
     """Return the address of a store, None where a folder is named.
 
+    Raises LaunchError for an address that stores nothing.
+
     >>> address_of(Path("s3://bucket/run")), address_of("saved"), address_of(Path("/a/b"))
     ('s3://bucket/run', None, None)
     """
     match = None if folder is None else _ADDRESS.fullmatch(str(folder))
+    if folder is not None and re.fullmatch(r"[a-z][a-z0-9+]+:/*", str(folder)):
+        raise LaunchError(f"{folder}: names no bucket; write s3://BUCKET/PATH")
     if match is None:
         return None
+    if match[1] in _NO_STORES:
+        raise LaunchError(
+            f"{match[1]}:// keeps nothing for other processes; name a store that is written to, "
+            "as s3://BUCKET/PATH"
+        )
     from_root = "/" if match[1] in ("file", "local") else ""
     return f"{match[1]}://{from_root}{match[2].rstrip('/')}"
 

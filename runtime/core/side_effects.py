@@ -570,13 +570,23 @@ def _is_plainly(first: Any, other: Any) -> bool:
     )
 
 
+def _is_alike(first: Any, other: Any) -> bool:
+    """Tell whether contents are equal, those of containers too: new tensors of the same numbers."""
+    if type(first) is type(other) and isinstance(first, list | tuple | dict):
+        if isinstance(first, dict):
+            pairs = ((value, other.get(key)) for key, value in first.items())
+            return first.keys() == other.keys() and all(_is_alike(*pair) for pair in pairs)
+        return len(first) == len(other) and all(map(_is_alike, first, other))
+    return _is_same(first, other)
+
+
 def _differing(name: str, then: Any, here: Any) -> Iterator[str]:
     """Yield the names of the entries whose values differ."""
     if not isinstance(then, dict):
         same = isinstance(then, list) and isinstance(here, list) and len(then) == len(here)
-        if not (same and all(_is_same(a, b) for a, b in zip(then, here, strict=True))):
+        if not (same and all(map(_is_alike, then, here))):
             yield name
         return
     for key in (*then, *(key for key in here if key not in then)):
-        if key not in then or key not in here or not _is_same(then[key], here[key]):
+        if key not in then or key not in here or not _is_alike(then[key], here[key]):
             yield f"{name}.{key}" if name else str(key)

@@ -63,6 +63,7 @@ __all__ = [
     "saved_tensors_hooks_outside",
     "share_memory",
     "staying_near",
+    "take_plain_as_whole",
     "unseen_by_recompute",
 ]
 
@@ -109,6 +110,14 @@ def numbers_are_of_the_whole() -> None:
     """
     handlers = DTensor._op_dispatcher._custom_op_handlers
     handlers[torch.ops.aten._local_scalar_dense.default] = _number_of
+
+
+def take_plain_as_whole(taken: bool) -> None:
+    """Take a plain tensor beside a DTensor for the whole, as a training loop means it.
+
+    Inside of passes it may be a part, and torch refuses it.
+    """
+    DTensor._op_dispatcher._allow_implicit_replication = taken
 
 
 def _number_of(op_call: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:

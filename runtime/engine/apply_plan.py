@@ -357,7 +357,7 @@ def _experts(staged: Staged) -> None:
                 staged.loads[name] = ExpertLoad(module, experts.count_of(module), staged.device)
             if plan.mesh.expert > 1:
                 experts.spread(module, place.expert_mesh["expert"], mix)
-                for parameter in experts.HIDDEN_DIM:
+                for parameter in module._parameters:
                     full_name = ".".join(filter(None, (name, path, parameter)))
                     staged.factors[full_name] = plan.mesh.tensor / plan.mesh.expert
 

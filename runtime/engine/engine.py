@@ -58,7 +58,7 @@ from meshwright.runtime.engine.setup import (
 from meshwright.runtime.engine.step_passes import StepPasses
 from meshwright.runtime.engine.user_code import refuse_while_imported
 from meshwright.runtime.engine.user_module import OwnModel
-from meshwright.runtime.optim.ema import Averaged
+from meshwright.runtime.optim.ema import Averaged, Decay
 from meshwright.runtime.optim.gradients import Slot, StepMeasurement, like_parameter
 from meshwright.runtime.optim.parameter_watch import ParameterWatch
 from meshwright.runtime.optim.replica_check import COMPARED_EVERY
@@ -569,9 +569,25 @@ class Engine:
             for optimizer in self.optimizers if switched else ():
                 set_mode(optimizer, training=True)
 
-    def averaged(self, decay: float) -> Averaged:
-        """Return an exponential moving average of the weights, made anew behind each update."""
-        average = Averaged(self._optimizers.slots, decay, self._drain)
+    def averaged(self, decay: Decay, *, initial: bool = False, buffers: bool = False) -> Averaged:
+        """Return an exponential moving average of the weights, made anew behind each update.
+
+        `decay` is a number, or returns one for the number of updates before.  The first update
+        takes the weights as they are then, or with `initial` the average begins with those of now.
+        With `buffers` it has theirs too.  An engine may have several.
+        """
+        parts = self._parts
+
+        def tensors() -> dict[str, Tensor]:
+            return {name: b for part in parts for name, b in part.module.named_buffers()}
+
+        average = Averaged(
+            self._optimizers.slots,
+            decay,
+            self._drain,
+            initial=initial,
+            buffers=tensors if buffers else dict,
+        )
         self._state.averages.append(average)
         return average
 

@@ -674,7 +674,7 @@ def _experts(
     parts = [module.get_submodule(path) for path in inside]
     return TracedExperts(
         count=math.gcd(*map(experts.count_of, parts)),
-        hidden=int(parts[0].get_parameter("down_proj").shape[1]),
+        hidden=experts.hidden_size(parts[0]),
         parameters=sum(p.numel() for part in parts for p in part.parameters()),
         exchanged_bytes=sum(size for size, _ in exchanged.values()) // SAMPLES,
         per_token=max(choices for _, choices in exchanged.values()),

@@ -37,7 +37,7 @@ from meshwright.runtime.core.loss import Totals, loss_sum_of
 from meshwright.runtime.core.lru import Recent
 from meshwright.runtime.core.mesh import Place
 from meshwright.runtime.core.object_collectives import all_gather_json, broadcast_tensors
-from meshwright.runtime.core.torch_internals import forget_forward_order
+from meshwright.runtime.core.torch_internals import forget_forward_order, take_plain_as_whole
 from meshwright.runtime.engine.apply_plan import Staged
 from meshwright.runtime.optim.gradients import Gradients, refuse_failed
 from meshwright.runtime.optim.replica_check import COMPARED_EVERY, is_due
@@ -121,6 +121,7 @@ class StepPasses:
             # A rank that divides units gathers them with others, which it would leave alone.
             part.module.agrees = compares and plan.mesh.pipeline > 1 and not part.wrapped
         gradients.failure = self._take_failure
+        take_plain_as_whole(True)
         self._batches = 0
         """How many were seen; values of some are compared."""
         self._one_slice: list[int] | None = None
@@ -306,11 +307,15 @@ class StepPasses:
     @contextlib.contextmanager
     def _computing(self, *, learns: bool = False) -> Iterator[None]:
         """Let stages have the parameters that passes compute with."""
-        with contextlib.ExitStack() as around:
-            for part in self._parts:
-                if part.copies is not None:
-                    around.enter_context(part.copies.in_use(learns=learns))
-            yield
+        take_plain_as_whole(False)
+        try:
+            with contextlib.ExitStack() as around:
+                for part in self._parts:
+                    if part.copies is not None:
+                        around.enter_context(part.copies.in_use(learns=learns))
+                yield
+        finally:
+            take_plain_as_whole(True)
 
     def _train(self, micros: Sequence[MicroBatch]) -> None:
         host.forget_sums()

@@ -110,6 +110,25 @@ class LibraryModel(TokenModel):
         return text
 
 
+def sight_of_targets(source: str) -> str | None:
+    """Return why launch refuses a recorded model that may see what it is to predict, if it does.
+
+    Encoders whose class is causal where its configuration says so are tried with one layer.
+    """
+    config = _configuration(source)
+    if getattr(config, "is_decoder", True):
+        return None
+    if hasattr(config, "num_hidden_layers"):
+        config.num_hidden_layers = 1
+    try:
+        _refuse_sight_of_targets(
+            build_library_model(config), config, torch.zeros(1, 4, dtype=torch.int64)
+        )
+    except LaunchError as error:
+        return str(error)
+    return None
+
+
 def _configuration(source: str) -> Any:
     return library_config(Path(recorded_file(source)))
 
@@ -133,7 +152,7 @@ def _refuse_sight_of_targets(module: nn.Module, config: Any, tokens: Tensor) -> 
         raise LaunchError(
             f"{config.model_type}: its results change with the tokens after them, which it is to "
             f"predict; {causal}train it on masked tokens from a script with meshwright.Engine "
-            "(docs/how-to/train-bert.md)"
+            "(docs/how-to/train-encoders.md)"
         )
 
 

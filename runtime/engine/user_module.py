@@ -48,7 +48,7 @@ from meshwright.runtime.engine.user_stage import (
     refuse_without_products,
     script_stage,
 )
-from meshwright.runtime.optim.gradients import Slot, copies_of
+from meshwright.runtime.optim.gradients import Slot, copies_of, refuse_changed_copy
 from meshwright.runtime.optim.parameter_watch import refuse_hooks
 from meshwright.runtime.optim.sharded_optimizer import (
     Factory,
@@ -64,10 +64,11 @@ from meshwright.runtime.parallel.attention_api import (
     seeing,
 )
 from meshwright.runtime.parallel.context_check import check_parts, check_positions
-from meshwright.runtime.parallel.data_parallel import activation_type
+from meshwright.runtime.parallel.data_parallel import activation_type, computes_with_copies
 from meshwright.runtime.parallel.sharded_dropout import DividedDraws, Draw
 from meshwright.runtime.parallel.tensor_styles import Styles, styles_by_name
 from meshwright.runtime.techniques.compile import Compiler
+from meshwright.runtime.tracing.absent_parameters import mark_absent
 from meshwright.runtime.tracing.module_stage import ModuleStage
 from meshwright.runtime.tracing.replayed_stage import Around
 from meshwright.runtime.tracing.trace import Node
@@ -178,8 +179,11 @@ class OwnModel:
         changing: frozenset[str] = frozenset()
         if plan.mesh.pipeline > 1:
             changing = check_replay(module, recorder, few)
-        elif runs_again(plan, twice=twice) or ranks > 1:
+        elif runs_again(plan, twice=twice) or ranks > 1 or computes_with_copies(plan):
             changing = changing_names(module, recorder, few)
+        names = changing & dict(module.named_parameters()).keys()
+        if names and computes_with_copies(plan):
+            refuse_changed_copy(min(names), "the forward")
         again = runs_again(plan, twice=False)
         buffers = dict(module.named_buffers()).keys()
         if changing and changing <= buffers and plan.mesh.pipeline == 1:
@@ -270,6 +274,11 @@ class OwnModel:
             part.module.around = self.around(plan)
             if isinstance(part.module, ModuleStage):
                 part.module.wrap_units(sums=self.sums)
+        for module in self.module.modules() if plan.mesh.tensor > 1 else ():
+            module.register_load_state_dict_pre_hook(_take_whole_of_other_meshes)
+        if plan.mesh.pipeline > 1:
+            here = (parameter for part in parts for parameter in part.module.parameters())
+            mark_absent(self.module, here, parts[0].module.fail)
         return parts
 
     def around(self, plan: Plan) -> Around | None:
@@ -337,6 +346,18 @@ class OwnModel:
     def configuration(self) -> str | None:
         """Return None: the module is the user's own code."""
         return None
+
+
+def _take_whole_of_other_meshes(
+    module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
+) -> None:
+    """Make whole what other ranks divide than those of the parameter that it is loaded into."""
+    for name, parameter in module._parameters.items():
+        value = state.get(prefix + name)
+        if not isinstance(value, DTensor) or not isinstance(parameter, DTensor):
+            continue
+        if value.device_mesh != parameter.device_mesh:
+            state[prefix + name] = value.full_tensor()
 
 
 def _plan_for(

@@ -10,7 +10,10 @@ from pathlib import Path
 
 OWN_GROUPS = Path("/proc/self/cgroup")
 GROUPS = Path("/sys/fs/cgroup")
+MEMORY = Path("/proc/meminfo")
 _KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
+_NOW = re.compile(r"^(?:VmRSS|VmSwap):\s+(\d+) kB$", re.MULTILINE)
+_AVAILABLE = re.compile(r"^MemAvailable:\s+(\d+) kB$", re.MULTILINE)
 _MOST = re.compile(r"^VmHWM:\s+(\d+) kB$", re.MULTILINE)
 
 
@@ -42,6 +45,32 @@ def most_bytes(process: int) -> int:
     """Return the most memory that a process has had so far; 0 where it is gone."""
     seen = _MOST.search(_text(Path(f"/proc/{process}/status")))
     return 1024 * int(seen[1]) if seen else 0
+
+
+def now_bytes(process: int) -> int:
+    """Return the memory that a process has now, and what of it was swapped; 0 where it is gone."""
+    text = _text(Path(f"/proc/{process}/status"))
+    return 1024 * sum(int(seen[1]) for seen in _NOW.finditer(text))
+
+
+def available_bytes(
+    group_file: Path = OWN_GROUPS, groups: Path = GROUPS, memory: Path = MEMORY
+) -> int:
+    """Return the memory that the node has yet for us: free, or to the limit of our control group.
+
+    Only the second version of control groups is read.
+    """
+    seen = _AVAILABLE.search(_text(memory))
+    left = 1024 * int(seen[1]) if seen else 0
+    for line in _text(group_file).splitlines():
+        number, _, rest = line.partition(":")
+        path = rest.partition(":")[2].lstrip("/")
+        if number == "0":
+            for folder in (groups / path, groups):
+                most, used = _text(folder / "memory.max"), _text(folder / "memory.current")
+                if most.strip().isdecimal() and used.strip().isdecimal():
+                    left = min(left, max(0, int(most) - int(used)))
+    return left
 
 
 def _text(file: Path) -> str:

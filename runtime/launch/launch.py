@@ -43,7 +43,7 @@ from meshwright.runtime.launch.launch_config import Launch
 from meshwright.runtime.launch.monitor import Looks, Pace
 from meshwright.runtime.launch.preflight import Preflight, preflight
 from meshwright.runtime.launch.rank_config import write_orders
-from meshwright.runtime.launch.rank_processes import supervise
+from meshwright.runtime.launch.rank_processes import BadEnd, Exit, supervise
 from meshwright.runtime.resilience.hang_detector import HangWatch
 from meshwright.runtime.resilience.heartbeat import BEACONS, beacons
 from meshwright.runtime.resilience.shared_memory import CopyContext
@@ -297,6 +297,7 @@ def _supervise(
         finally:
             if ready.run.checkpoint is not None and ready.ranks.leads:
                 unfinished.commit(ready.run.checkpoint, say=shown.say.print)
+        bad = bad or _left_early(ready)
         if bad is not None:
             memory = MemoryUse(
                 prediction=asked.prediction,
@@ -309,6 +310,17 @@ def _supervise(
             if asked.slots is not None and end is not None and end.cause == "corruption":
                 asked.slots.forget()
             raise ended
+
+
+def _left_early(ready: Preflight) -> BadEnd | None:
+    """Return the end of a rank of this node that left with code 0 before it had done its steps."""
+    early = [
+        rank for rank in ready.ranks.devices if not run.record_file(ready.output, rank).exists()
+    ]
+    if not early:
+        return None
+    ends = tuple(Exit(rank=rank, code=0) for rank in early)
+    return BadEnd(seen=ends, cause=ends[0], failure=None)
 
 
 def _report(

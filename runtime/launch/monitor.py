@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from meshwright.planner.documents.events import (
     CopyInterval,
@@ -18,6 +19,7 @@ from meshwright.planner.errors import MeshwrightError
 from meshwright.runtime.launch.failure_report import hung, log_event
 from meshwright.runtime.launch.host_memory_limits import most_bytes
 from meshwright.runtime.launch.launch_config import Launch
+from meshwright.runtime.launch.memory_growth import MemoryGrowth
 from meshwright.runtime.launch.preflight import Preflight
 from meshwright.runtime.resilience.hang_detector import HangWatch
 from meshwright.runtime.resilience.heartbeat import Beacons
@@ -46,6 +48,9 @@ class Pace:
         """`most` gets the most host memory that each rank has had."""
         self._ready, self._shown, self._seen, self._most = ready, shown, seen, most
         self._watch = DriftWatch(ready.plan, ready.ranks.devices, prediction)
+        self._memory = MemoryGrowth()
+        self._usual_s = 0.0
+        """What a step takes."""
         self._next_s = 0.0
 
     def __call__(self, news: Sequence[StepRecord]) -> None:
@@ -56,14 +61,37 @@ class Pace:
         if now_s >= self._next_s:
             self._next_s = now_s + PACE_S
             places = self._seen.places()
-            for rank, place in self._ready.ranks.devices.items():
-                self._most[rank] = most_bytes(places[place].process) or self._most.get(rank, 0)
+            processes = {
+                rank: places[place].process for rank, place in self._ready.ranks.devices.items()
+            }
+            for rank, process in processes.items():
+                self._most[rank] = most_bytes(process) or self._most.get(rank, 0)
+            self._look_at_memory(processes, now_s)
+        if news:
+            self._usual_s = statistics.median(record.step_s for record in news)
         local = self._seen.paces()
         paces = {rank: local[place] for rank, place in self._ready.ranks.devices.items()}
         for event in self._watch.look([record.step_s for record in news], paces, self._shown.step):
             log_event(self._ready, event)
             if isinstance(event, Drift):
                 self._shown.say.print(f"warning: {event.text}")
+
+    def _look_at_memory(self, processes: Mapping[int, int], now_s: float) -> None:
+        """Say which process will have used up the node's memory before the run ends."""
+        step = max(place.steps_done for place in self._seen.places())
+        left_s = self._usual_s * (self._ready.run.steps - step)
+        for growth in self._memory.look(processes, left_s=left_s, now_s=now_s):
+            said = Drift(
+                at_unix_s=unix_now_s(),
+                cause="host memory",
+                rank=growth.rank,
+                after_step=step,
+                measured_s=growth.left_s,
+                predicted_s=left_s,
+                text=growth.text,
+            )
+            log_event(self._ready, said)
+            self._shown.say.print(f"warning: {growth.text}")
 
 
 class Looks:

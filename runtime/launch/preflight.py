@@ -25,7 +25,7 @@ from meshwright.planner.documents.prediction import ALLOCATOR
 from meshwright.planner.documents.units import file_name
 from meshwright.planner.errors import DocumentError, LaunchError
 from meshwright.planner.schedules import PLAIN, schedule_of
-from meshwright.runtime.checkpoint import checkpoint
+from meshwright.runtime.checkpoint import checkpoint, object_store
 from meshwright.runtime.data import corpus as data
 from meshwright.runtime.data.corpus import Files
 from meshwright.runtime.engine.unsupported import unsupported_reason
@@ -283,7 +283,12 @@ def _check_evaluation(plan: Plan, run: LaunchRun) -> None:
 
 
 def _check_loggers(run: LaunchRun) -> None:
-    for name, wanted in (("tensorboard", run.tensorboard), ("wandb", run.wandb is not None)):
+    packages = {
+        "tensorboard": run.tensorboard,
+        "wandb": run.wandb is not None,
+        "mlflow": run.mlflow is not None,
+    }
+    for name, wanted in packages.items():
         if wanted and importlib.util.find_spec(name) is None:
             raise LaunchError(
                 f"{name}: is not installed; install it with: pip install {name}, or read the same "
@@ -336,6 +341,7 @@ def check_devices(plan: Plan, device: Device, local_ranks: Mapping[int, int]) ->
 def checkpoint_to_resume(run: LaunchRun) -> Path | None:
     """Return the checkpoint to go on from, if the run is to; refuse to overwrite one otherwise."""
     folder, resume = run.checkpoint, run.resume
+    name = "" if folder is None else object_store.shown(folder)
     if run.or_start and not resume:
         raise LaunchError("or_start: goes with `resume`: go on from a checkpoint, or start")
     if folder is None:
@@ -351,14 +357,14 @@ def checkpoint_to_resume(run: LaunchRun) -> Path | None:
     if saved is None:
         if resume and not run.or_start:
             raise LaunchError(
-                f"{folder}: there is no checkpoint to resume; leave out `resume` to start anew, "
+                f"{name}: there is no checkpoint to resume; leave out `resume` to start anew, "
                 "or add `or_start`"
             )
         return None
     done = checkpoint.progress(saved).step
     if not resume:
         raise LaunchError(
-            f"{folder}: already has a checkpoint of step {done}; resume it, or name another folder"
+            f"{name}: already has a checkpoint of step {done}; resume it, or name another folder"
         )
     if done >= run.steps and not run.or_start:
         raise LaunchError(

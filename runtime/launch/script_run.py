@@ -35,6 +35,7 @@ from meshwright.runtime.launch.failure_report import (
     hung,
     write_incident,
 )
+from meshwright.runtime.launch.memory_growth import MemoryGrowth
 from meshwright.runtime.launch.preflight import (
     LocalRanks,
     check_devices,
@@ -133,7 +134,7 @@ class _ScriptProgress:
 
     def __init__(self, metrics: Path, say: Callable[[str], None]) -> None:
         self._metrics = metrics
-        self._say = say
+        self.say = say
         self._said = 0
         self._due_s = 0.0
         events_file = metrics.with_name("events.jsonl")
@@ -150,14 +151,14 @@ class _ScriptProgress:
             self._rotation.look()
         for event in events_of(line for line in self._events.read() if b'"copies"' in line):
             if isinstance(event, CopyInterval):
-                self._say(event.text)
+                self.say(event.text)
         if not now and time.monotonic() < self._due_s:
             return
         record = run.newest_record(self._metrics)
         if record is None or record.step == self._said:
             return
         rate = f", {count_text(record.samples_per_s)} samples/s" if record.samples_per_s else ""
-        self._say(
+        self.say(
             f"step {record.step}, loss {record.loss:.4f}, {seconds_text(record.step_s)} per step"
             f"{rate}"
         )
@@ -352,6 +353,10 @@ def _next_attempt(
         say("no plan for fewer devices is known; all ranks are started again")
         return started
     plan = read(Plan, smaller)
+    saved = started.survival.checkpoint
+    if started.slots is not None and saved is not None:
+        # One rank that is left is joined to nobody, and reads no copies.
+        rescue(started.slots, saved, say=say)
     say(f"going on with {plan.mesh.devices} of {devices} devices: {plan.layout.text()}")
     ranks = LocalRanks(
         plan.mesh.devices, started.ranks.device, ranks_of_node(plan, 0, [plan.mesh.devices])
@@ -498,8 +503,14 @@ def _begin_watch(
         own_code=True,
     )
 
+    memory = MemoryGrowth()
+
     def look() -> None:
         progress.refresh()
+        places = seen.places()
+        processes = {rank: places[place].process for rank, place in ranks.devices.items()}
+        for growth in memory.look(processes, left_s=math.inf, now_s=time.monotonic()):
+            progress.say(f"warning: {growth.text}")
         if waiting := watch.look():
             raise hung(started, waiting, after_step=_steps_done(started.folder))
 

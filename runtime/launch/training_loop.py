@@ -47,7 +47,7 @@ from meshwright.runtime.resilience.heartbeat import Beacon, own_seconds
 from meshwright.runtime.resilience.shared_memory import SLOTS
 from meshwright.runtime.run import run_folder as run
 from meshwright.runtime.run import scale_up as growth
-from meshwright.runtime.run.loggers import Logger, TensorBoard, WeightsAndBiases
+from meshwright.runtime.run.loggers import Logger, MLflow, TensorBoard, WeightsAndBiases
 from meshwright.runtime.run.metrics import Metrics
 from meshwright.runtime.run.run_clock import unix_now_s
 from meshwright.runtime.run.run_folder import RankOrders, RankRecord, Stopped
@@ -480,6 +480,8 @@ class Loop:
             loggers.append(TensorBoard(run.tensorboard_folder(output), first=first))
         if orders.wandb is not None:
             loggers.append(WeightsAndBiases(orders.wandb, output=output, config=config))
+        if orders.mlflow is not None:
+            loggers.append(MLflow(orders.mlflow, output=output, config=config))
         for name in orders.logger:
             loggers.append(load_plugin("loggers", name)(output=output, first=first, config=config))
         return Metrics(output, loggers, predicted_s=orders.predicted_step_s, before=self._before)

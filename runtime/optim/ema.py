@@ -10,32 +10,47 @@ from torch import Tensor
 
 from meshwright.runtime.optim.gradients import Slot, share_values, take_sections, whole_part
 
+Decay = float | Callable[[int], float]
+
 
 class Averaged:
     """average <- decay average + (1 - decay) weights, behind each update that moved weights.
 
     The first update takes the weights as they are, as torch.optim.swa_utils.AveragedModel does,
-    which copies the module and so takes no divided one.
+    which copies the module and so takes no divided one; or the average begins with the weights of
+    now.  Buffers are averaged where they are asked for, those of whole numbers taken as they are.
     """
 
     def __init__(
-        self, slots: Sequence[Slot], decay: float, settle: Callable[[], None] = lambda: None
+        self,
+        slots: Sequence[Slot],
+        decay: Decay,
+        settle: Callable[[], None] = lambda: None,
+        *,
+        initial: bool = False,
+        buffers: Callable[[], Mapping[str, Tensor]] = dict,
     ) -> None:
-        """`settle` makes the updates that are still owed, before weights are exchanged."""
-        self.decay, self._settle = decay, settle
-        self._slots = tuple(slots)
+        """`decay` may follow from how many updates there were; `initial` takes the weights of now.
+
+        `settle` makes the updates that are still owed, before weights are exchanged.
+        """
+        self.decay, self._settle, self._begins = decay, settle, initial
+        self._slots, self._buffers_now = tuple(slots), buffers
         self._values = [slot.local.clone() for slot in self._slots]
+        self._buffers = {name: buffer.clone() for name, buffer in buffers().items()}
         self._updates = torch.zeros((), dtype=torch.int64)
 
     @torch.no_grad()
     def update(self) -> None:
         """Take the weights in."""
-        weights = [slot.local for slot in self._slots]
+        number = int(self._updates)
+        decay = self.decay(number) if callable(self.decay) else self.decay
+        share = 1.0 if number == 0 and not self._begins else 1 - decay
         if self._values:
-            if int(self._updates) == 0:
-                torch._foreach_copy_(self._values, weights)
-            else:
-                torch._foreach_lerp_(self._values, weights, 1 - self.decay)
+            torch._foreach_lerp_(self._values, [slot.local for slot in self._slots], share)
+        for name, buffer in self._buffers_now().items():
+            value = self._buffers[name]
+            value.lerp_(buffer, share) if value.is_floating_point() else value.copy_(buffer)
         self._updates += 1
 
     @contextlib.contextmanager
@@ -54,6 +69,10 @@ class Averaged:
             kept = slot.local.clone()
             slot.local.copy_(value)
             value.copy_(kept)
+        for name, buffer in self._buffers_now().items():
+            kept = buffer.clone()
+            buffer.copy_(self._buffers[name])
+            self._buffers[name].copy_(kept)
         share_values(self._slots)
 
     def after_load(self, kind: str, state: Mapping[str, Tensor]) -> None:
@@ -68,4 +87,5 @@ class Averaged:
             f"{kind}.{slot.name}": whole_part(slot, value)
             for slot, value in zip(self._slots, self._values, strict=True)
         }
+        averages |= {f"{kind}.{name}": value for name, value in self._buffers.items()}
         return averages | {f"{kind}-updates": self._updates}

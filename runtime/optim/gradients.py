@@ -10,6 +10,7 @@ import itertools
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Never
 
 import torch
 import torch.distributed as dist
@@ -96,6 +97,15 @@ def refuse_failed(failed: Exception | None, place: Place) -> None:
             error = _SAME_ON_ALL_RANKS.get(kind, LaunchError)
             failure = error(text if kind in _SAME_ON_ALL_RANKS else f"rank {rank}: {kind}: {text}")
             raise failure from RuntimeError(f"on rank {rank}, before an update:\n{trace}")
+
+
+def refuse_changed_copy(name: str, who: str) -> Never:
+    """Refuse a forward that changes a parameter where passes compute with a copy of it."""
+    raise LaunchError(
+        f"{name}: {who} changes this parameter in place, as Embedding(max_norm=...) does; under "
+        "ZeRO or mixed precision that is a copy, which is thrown away: change it after the step, "
+        "or train with zero 0 in fp32 on one data rank"
+    )
 
 
 _SAME_ON_ALL_RANKS = {error.__name__: error for error in (BatchError, LaunchError, RecordError)}
@@ -335,11 +345,7 @@ class Gradients:
         names_here = [slot.name for slot in self.slots if id(slot.parameter) in changed]
         every = all_gather_json(names_here) if self.place.mesh is not None else [names_here]
         rank, name = next((rank, names[0]) for rank, names in enumerate(every) if names)
-        raise LaunchError(
-            f"{name}: the forward of rank {rank} changes this parameter in place, as "
-            "Embedding(max_norm=...) does; under ZeRO or mixed precision that is a copy, which is "
-            "thrown away: change it after the step, or train with zero 0 in fp32 on one data rank"
-        )
+        refuse_changed_copy(name, f"the forward of rank {rank}")
 
     def _unused_by_rank(self) -> dict[str, tuple[int, ...]]:
         names_here = sorted(self._without)

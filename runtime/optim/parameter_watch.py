@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.planner.errors import LaunchError
 from meshwright.runtime.optim.gradients import Slot
+from meshwright.runtime.tracing.absent_parameters import forget_absent_memory, refuse_absent_memory
 
 
 class ParameterWatch:
@@ -86,6 +87,9 @@ class ParameterWatch:
                 )
         addresses = [parameter.data_ptr() for parameter in self._plain]
         has_moved, self._addresses = addresses != self._addresses, addresses
+        if has_moved:
+            refuse_absent_memory(self._plain)
+        forget_absent_memory()
         return has_moved
 
 

@@ -205,6 +205,12 @@ def is_mixed(plan: Plan) -> bool:
     return plan.precision in _HALVES and plan.training.master_weights == "fp32"
 
 
+def computes_with_copies(plan: Plan) -> bool:
+    """Tell whether passes compute with copies of the parameters that are trained."""
+    divides = plan.zero > 0 and plan.mesh.data_shard * plan.mesh.context > 1
+    return divides or is_mixed(plan) or plan.offload == "parameters"
+
+
 def reduces_at_once(plan: Plan, place: Place) -> bool:
     """Tell whether each micro-batch's gradients leave for their owner: another rank, or the host.
 

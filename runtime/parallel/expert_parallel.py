@@ -3,7 +3,8 @@
 An experts module has the matrices of all its experts in two parameters, `gate_up_proj` [expert,
 2 ffn, hidden] (gate above up) and `down_proj` [expert, hidden, ffn], and an activation `act_fn`;
 called with tokens [token, hidden], chosen experts and their weights [token, choice], it returns
-each token's weighted sum.  No token is dropped.
+each token's weighted sum.  Experts of GPT-OSS have biases too, and transposed matrices
+(`_biased_outputs`).  No token is dropped.
 
 Expert parallelism: neighbouring ranks hold the experts in equal parts, and every rank sends each of
 its tokens to the ranks of its experts.  Ranks tell one another first how many tokens come, so that
@@ -60,9 +61,12 @@ from meshwright.runtime.core.collectives import gather
 from meshwright.runtime.core.local_parts import on_local_parts
 from meshwright.runtime.core.side_effects import deepcopy_module, restore_side_effects
 from meshwright.runtime.parallel.tensor_parallel import distribute
+from meshwright.runtime.techniques.packed_weights import PackedExperts
 
 HIDDEN_DIM = {"gate_up_proj": 2, "down_proj": 1}
 """Which dim of an experts module's parameters is the hidden one."""
+_BIASES = ("gate_up_proj_bias", "down_proj_bias")
+"""Of the experts of GPT-OSS."""
 _SHARED = ("shared", "shared_experts", "shared_expert")
 """What mixtures call the experts that all tokens share."""
 _ALIGNMENT_BYTES = 16  # that grouped products ask of every row
@@ -109,13 +113,16 @@ def spread(
     `mix` brings tokens to experts and back, as `mix_by_all_to_all` does.
     """
     group = mesh.get_group()
-    for name in HIDDEN_DIM:
+    for name in list(module._parameters):
         whole = cast(Tensor, module._parameters[name])
         distribute(module, name, Shard(0), mesh, {})
         if not whole.is_meta:
             local = cast(DTensor, module._parameters[name]).to_local()
             local.detach().copy_(whole.detach().chunk(group.size())[group.rank()])
-    module.forward = on_local_parts(module, functools.partial(mix, module, group=group))
+    forward: Callable[..., Any] = functools.partial(mix, module, group=group)
+    if isinstance(module, PackedExperts):
+        forward = functools.partial(module.while_restored, forward)
+    module.forward = on_local_parts(module, forward)
 
 
 def compute_shared_meanwhile(layer: nn.Module) -> None:
@@ -205,9 +212,11 @@ def check(module: nn.Module, path: str, ranks: int) -> None:
     count = count_of(module)
     if count % ranks:
         raise LaunchError(f"mesh.expert: {ranks} does not divide the {count} experts of {path}")
-    if module._parameters.keys() - HIDDEN_DIM.keys() or not hasattr(module, "act_fn"):
+    gate = "_apply_gate" if _has_biases(module) else "act_fn"
+    biases = set(_BIASES) if _has_biases(module) else set()
+    if module._parameters.keys() - HIDDEN_DIM.keys() - biases or not hasattr(module, gate):
         raise LaunchError(f"mesh.expert: is {ranks}, and {path} has more than two matrices; use 1")
-    hidden = torch.randn(2 * count, cast(Tensor, module.down_proj).shape[1])
+    hidden = torch.randn(2 * count, hidden_size(module))
     index = torch.stack([torch.randperm(count)[:2] for _ in hidden])
     weights = torch.rand(index.shape)
     with restore_side_effects(module):
@@ -231,6 +240,15 @@ def check(module: nn.Module, path: str, ranks: int) -> None:
 def count_of(module: nn.Module) -> int:
     """Return how many experts a module has."""
     return len(cast(Tensor, module.gate_up_proj))
+
+
+def hidden_size(module: nn.Module) -> int:
+    """Return how many values a token has that a module's experts take."""
+    return int(cast(Tensor, module.down_proj).shape[2 if _has_biases(module) else 1])
+
+
+def _has_biases(module: nn.Module) -> bool:
+    return all(name in module._parameters for name in _BIASES)
 
 
 def rows_of_experts(index: Tensor, count: int) -> Tensor:
@@ -388,7 +406,7 @@ def _wait(coming: Tensor) -> Tensor:
 def outputs(module: nn.Module, x: Tensor, rows: Tensor) -> Tensor:
     """Return what experts make of the tokens x [row, hidden], of which each has `rows` in order."""
     into, out = cast(Tensor, module.gate_up_proj), cast(Tensor, module.down_proj)
-    if "gate_up_proj_bias" in module._parameters:
+    if _has_biases(module):
         return _biased_outputs(module, x, rows)
     act_fn = cast(Callable[[Tensor], Tensor], module.act_fn)
     gate, up = _product(x, into, rows).chunk(2, dim=-1)
@@ -396,10 +414,14 @@ def outputs(module: nn.Module, x: Tensor, rows: Tensor) -> Tensor:
 
 
 def _biased_outputs(module: Any, x: Tensor, rows: Tensor) -> Tensor:
-    """Return the same of GPT-OSS: matrices [expert, input, output], gate and up interleaved."""
-    owner = torch.arange(len(rows), device=x.device).repeat_interleave(rows, output_size=len(x))
+    """Return the same of GPT-OSS: matrices [expert, input, output], gate and up interleaved.
+
+    Rows behind those of all experts are of none, and what products leave there is not read.
+    """
+    at = torch.arange(len(x), device=x.device)
+    owner = torch.searchsorted(rows.cumsum(0), at, right=True).clamp(max=len(rows) - 1)
     both = _product(x, module.gate_up_proj.transpose(1, 2), rows) + module.gate_up_proj_bias[owner]
-    gated = module._apply_gate(both)
+    gated = module._apply_gate(both.where((at < rows.sum()).unsqueeze(1), 0))
     output = _product(gated, module.down_proj.transpose(1, 2), rows)
     return output + module.down_proj_bias[owner]
 

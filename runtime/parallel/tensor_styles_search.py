@@ -111,6 +111,8 @@ class DerivedStyles:
                 result[path] = "has a style of its own"
             elif calls > 1 and isinstance(part, (*PRODUCTS, nn.Embedding)):
                 result[path] = f"{name or 'the module'} is called {calls} times"
+            elif isinstance(part, (*PRODUCTS, nn.Embedding)) and "weight" not in part._parameters:
+                result[path] = "its weight is made of other tensors"
             for attribute in part._parameters:
                 full_name = f"{full}.{attribute}" if full else attribute
                 first = aliases.get(full_name, full_name)

@@ -18,13 +18,19 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from meshwright.planner.documents.document import json_line, read_text
 from meshwright.planner.errors import LaunchError
 from meshwright.planner.system.safe_files import folder_within, replace_file
 from meshwright.runtime.checkpoint import object_store
+from meshwright.runtime.resilience.faulty_nodes import (
+    MOST_FAULTS,
+    FaultRegister,
+    identity_of,
+    sound_first,
+)
 from meshwright.runtime.resilience.membership import (
     Agent,
     Epoch,
@@ -155,7 +161,12 @@ class Sockets:
 
 @contextlib.contextmanager
 def agent_of(
-    node_rank: NodeRank, folder: Path, *, members: int, output: str
+    node_rank: NodeRank,
+    folder: Path,
+    *,
+    members: int,
+    output: str,
+    say: Callable[[str], object] = print,
 ) -> Iterator[NodeAgent]:
     """Join a run as one of its agents: with the others that start, or as a spare of one that lives.
 
@@ -181,27 +192,49 @@ def agent_of(
             own = sockets.agent(node_rank.node)
             introduction = {"agent": own.model_dump(), "output": output, "members": members}
             introductions = rendezvous.all_gather(introduction)
+            agents = [Agent.model_validate(each["agent"]) for each in introductions]
+            faults = rendezvous.all_gather(dict(FaultRegister(folder).counts()))[0]
+            chosen = sound_first(agents, [identity_of(agent) for agent in agents], faults)
+            if node_rank.node == 0:
+                _tell_faulty(agents, chosen[:members], faults, folder, say)
             first = Epoch(
                 number=1 if newest is None else newest.number + 1,
                 run=str(rendezvous.all_gather(secrets.token_hex(8))[0]),
-                members=tuple(
-                    Agent.model_validate(introduced["agent"])
-                    for introduced in introductions[:members]
-                ),
+                members=tuple(chosen[:members]),
                 output=str(introductions[0]["output"]),
                 state=State(step=0),
                 changed_unix_s=time.time(),
             )
             roster = Roster(first.run, own)
             roster.adopt(first, time.monotonic())
-            for one in introductions:
-                if one["agent"] != introductions[node_rank.node]["agent"]:
-                    roster.meet(Agent.model_validate(one["agent"]), time.monotonic())
+            for other in agents:
+                if other != agents[node_rank.node]:
+                    roster.meet(other, time.monotonic())
             agent = held.enter_context(NodeAgent(roster, sockets, register, secret))
             wrote = node_rank.node != 0 or register.write_if_free(first)
             if not all(rendezvous.all_gather(wrote)):
                 raise LaunchError(f"{folder}: another launch is using it; name another")
         yield agent
+
+
+def _tell_faulty(
+    agents: Sequence[Agent],
+    members: Sequence[Agent],
+    faults: Mapping[str, int],
+    folder: Path,
+    say: Callable[[str], object],
+) -> None:
+    """Say which nodes faulted too often, and what becomes of them."""
+    for agent in agents:
+        count = faults.get(identity_of(agent), 0)
+        if count >= MOST_FAULTS:
+            is_spare = agent not in members
+            use = "is a spare" if is_spare else "trains, as no other node is there in its place"
+            say(
+                f"warning: node {agent.node} ({agent.host}) faulted {count} times in runs of "
+                f"{object_store.shown(folder)} and {use}; delete {object_store.shown(folder)}"
+                "/faults once it is repaired"
+            )
 
 
 def _address_towards(agent: Agent) -> str:

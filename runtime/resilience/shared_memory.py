@@ -31,7 +31,7 @@ import os
 import shutil
 import struct
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -201,10 +201,13 @@ class LeftCopies:
 
 
 @contextlib.contextmanager
-def left_copies(checkpoints: Path) -> Iterator[list[LeftCopies]]:
+def left_copies(
+    checkpoints: Path, is_newer: Callable[[NodeSlots, Path], bool]
+) -> Iterator[list[LeftCopies]]:
     """Yield what killed launchers of a folder of checkpoints left on this node, locked for us.
 
-    What they left whose folder of checkpoints is gone is deleted.
+    What launchers left of other runs is deleted where their folder of checkpoints is gone, or
+    nothing of it `is_newer` than what is there: these runs have come further elsewhere.
     """
     with contextlib.ExitStack() as held:
         leftovers = []
@@ -222,6 +225,8 @@ def left_copies(checkpoints: Path) -> Iterator[list[LeftCopies]]:
                     shutil.rmtree(folder, ignore_errors=True)
                 elif folder.name.startswith(f"{_prefix(checkpoints)}-"):
                     leftovers.append(_left_copies(folder))
+                elif not is_newer(_left_copies(folder).node, Path(about["checkpoints"])):
+                    shutil.rmtree(folder, ignore_errors=True)
         yield leftovers
 
 

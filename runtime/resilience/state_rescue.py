@@ -81,7 +81,7 @@ def adopt(folder: Path, *, say: Say) -> Path | None:
     Of several nodes each writes its parts; the last one has the checkpoint.
     """
     saved = None
-    with left_copies(folder) as leftovers:
+    with left_copies(folder, _is_newer) as leftovers:
         for left in leftovers:
             if _is_newer(left.node, folder):
                 say(f"a launcher that was killed left copies in {left.folder}; they are written")
@@ -230,7 +230,7 @@ def _write_part(
         chunks.append((name, kind, tuple(shape), start, tuple(offset), tuple(local)))
         pieces.append(copy.content[at : at + size])
         start += size
-    if parts.record_of(records, rank).exists():
+    if _is_written(records, rank, temporary):
         return
     names: list[str] = []
     if rank == 0:
@@ -245,8 +245,7 @@ def _write_part(
             },
         )
     for name, data in label.get("files", {}).items():
-        with open_below(temporary / name, within=temporary) as file:
-            file.write(b64decode(data))
+        _write_file([memoryview(b64decode(data))], temporary / name)
         names.append(name)
     sizes, sums = {}, {}
     for name in names:
@@ -261,6 +260,22 @@ def _write_part(
         rank=rank, ranks=label["world"], files=sizes, checksums=sums, chunks=tuple(chunks)
     )
     parts.write(part, records)
+
+
+def _is_written(records: Path, rank: int, temporary: Path) -> bool:
+    """Whether a rank's part is there as it was recorded.
+
+    A disk that was full when another wrote the same part may have left files cut off.
+    """
+    if not parts.record_of(records, rank).exists():
+        return False
+    try:
+        written = parts.read_one(records, rank).checksums
+        if rank == 0:
+            checkpoint.progress(records)
+        return checksums.differing(temporary, written, list(written)) is None
+    except (OSError, MeshwrightError):
+        return False
 
 
 def _write_file(pieces: Sequence[memoryview], path: Path) -> str:

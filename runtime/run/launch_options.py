@@ -59,6 +59,9 @@ class LaunchRun(Part):
     wandb: str | None = Field(
         default=None, description="Log to this project on Weights & Biases too"
     )
+    mlflow: str | None = Field(
+        default=None, description="Log to this experiment of MLflow too (MLFLOW_TRACKING_URI)"
+    )
     logger: tuple[str, ...] = Field(
         default=(), description="Log by an installed package's logger too: catalog --plugins"
     )

@@ -1,4 +1,4 @@
-"""Loggers: where a run's figures go beside its own lines, TensorBoard or Weights & Biases.
+"""Loggers: where a run's figures go beside its own lines: TensorBoard, Weights & Biases, MLflow.
 
 A logger is anything with `log` and `close`; rank 0 has them.  What is written is the same for all.
 Installed packages add others (`planner/documents/plugins.py`): a function of `output` (the run's
@@ -14,6 +14,9 @@ from typing import Any, Protocol
 
 from meshwright.planner.documents.document import read_text, write_text
 from meshwright.planner.system.safe_files import folder_within
+
+MOST_PARAMETER = 250
+"""Longest value of a parameter, in characters, that every store of MLflow takes."""
 
 
 class Logger(Protocol):
@@ -72,6 +75,31 @@ class WeightsAndBiases:
     def close(self) -> None:
         """Wait until all has been sent."""
         self._run.finish()
+
+
+class MLflow:
+    """A run of an experiment on MLflow; a later launch in the same folder continues that run."""
+
+    def __init__(self, experiment: str, *, output: Path, config: Mapping[str, Any]) -> None:
+        import mlflow  # noqa: PLC0415 - only where wanted
+
+        self._mlflow: Any = mlflow
+        mlflow.set_experiment(experiment)
+        file = output / "mlflow-id"
+        if file.exists():
+            mlflow.start_run(run_id=read_text(file).strip())
+            return
+        run = mlflow.start_run(run_name=output.name)
+        write_text(run.info.run_id, file)
+        mlflow.log_params({name: str(value)[:MOST_PARAMETER] for name, value in config.items()})
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Add a metric for each figure."""
+        self._mlflow.log_metrics(dict(values), step=step)
+
+    def close(self) -> None:
+        """End the run."""
+        self._mlflow.end_run()
 
 
 def _kept_id(file: Path) -> str:

@@ -11,6 +11,7 @@ start.  On disk:
     ├── records/                             older lines of both, see record_segments.py
     ├── tensorboard/                         the same as events, if asked for
     ├── wandb/  wandb-id                     and for Weights & Biases
+    ├── mlflow-id                            id of the run on MLflow
     ├── prediction.yaml                      what was predicted of the plan
     ├── incidents/attempt-001/               what ranks left behind when an attempt ended
     ├── logs/rank-00000.log                  all that a rank prints
@@ -268,6 +269,8 @@ class AddedLines:
     def __init__(self, path: Path) -> None:
         self._path, self._offset = path, 0
         self._file: tuple[int, int] | None = None
+        if not path.exists():
+            return  # who writes it has not begun
         with never_fatal(path):
             status = path.stat()
             self._offset, self._file = status.st_size, (status.st_dev, status.st_ino)
@@ -276,6 +279,8 @@ class AddedLines:
         """Return the lines that were ended since the last time."""
         news = b""
         before, self._file = self._file, None
+        if before is None and not self._path.exists():
+            return []
         with never_fatal(self._path), checksums.open_regular(self._path) as file:
             status = os.fstat(file.fileno())
             identity = status.st_dev, status.st_ino

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple, cast
 
@@ -219,8 +219,12 @@ class PackedExperts(_Packs):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the experts with restored weights, of which autograd keeps none."""
+        return self.while_restored(super().forward, *args, **kwargs)  # type: ignore[misc]
+
+    def while_restored(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a forward of these experts with restored weights, of which autograd keeps none."""
         if "down_proj_scales" not in self._buffers:
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
+            return forward(*args, **kwargs)
         codes = {name: local_part(cast(nn.Module, self), name) for name in self.packs}
         packed = {name: self.packed_weight(name, cast(Tensor, codes[name])) for name in self.packs}
         restored = {name: self.restored_weight(packed[name]) for name in self.packs}
@@ -228,7 +232,7 @@ class PackedExperts(_Packs):
         self.__dict__.update(restored)
         try:
             with _restored_again(self, packed, restored):
-                return super().forward(*args, **kwargs)  # type: ignore[misc]
+                return forward(*args, **kwargs)
         finally:
             for name in self.packs:
                 del self.__dict__[name]

@@ -356,6 +356,10 @@ class RecordedStage(nn.Module):
             return self._close_sent(outputs)
         return self.closed(self.loss(outputs, micro)) if self.loss else outputs
 
+    def fail(self, error: Exception) -> None:
+        """Keep the first error until all ranks have it."""
+        self.failure = self.failure or error
+
     def _stand_ins(self, received: tuple[Tensor, ...], micro: MicroBatch) -> Any:
         """Return zeros in place of what failed, so that other ranks come to where all agree."""
         floats = [tensor for tensor in received if tensor.requires_grad]

@@ -10,7 +10,11 @@ import pytest
 
 from benchmarks.gpu import report, suite, versus
 from benchmarks.gpu.suite import CASES, Case, read_lines, todo
+from meshwright.planner.architectures.parameters import graph_of
 from meshwright.planner.catalog import accelerators
+from meshwright.planner.catalog.expressions import resolve_cluster
+from meshwright.planner.costs.predict import predict
+from meshwright.planner.frameworks.native_limits import refusal
 
 A, B, TWO = (
     Case(name="a", seconds=90),
@@ -164,6 +168,27 @@ def test_a_dry_run_of_several_ranks_predicts_and_measures_every_layout(tmp_path:
             [line] if "curves" not in line else [p for c in line["curves"] for p in c["points"]]
         )
         assert all(point["predicted_s"] > 0 for point in points)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_layouts_of_a_device_are_plans_that_fit_and_that_the_runtime_executes(devices: int) -> None:
+    """In full size, for as many H100 as a node has."""
+    from benchmarks.gpu import suite_ranks
+
+    cluster = resolve_cluster(f"1x{devices}xh100-sxm-80gb")
+    at = suite_ranks.Setting(device="cpu", devices=devices, tiny=False, out=Path())
+    for name, model_name, chosen in suite_ranks.measured_layouts(devices):
+        model, layout = suite_ranks._sized(model_name, chosen, at)
+        plan = suite_ranks.layout_plan(model, layout, 2048, batch=16, cluster=cluster.name)
+        assert plan.mesh.devices == devices, name
+        assert refusal(model, cluster, plan.job, plan.layout) is None, name
+        assert predict(plan, model, cluster).fits, name
+    small = graph_of(at.small, name="small")
+    for layout in suite_ranks.LAYOUTS:  # which are compared with one process
+        plan = suite_ranks.layout_plan(small, layout)
+        if plan.mesh.devices == devices:
+            assert refusal(small, cluster, plan.job, plan.layout) is None, layout
 
 
 @pytest.mark.parametrize("devices", ["1", "0"])

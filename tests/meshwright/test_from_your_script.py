@@ -20,7 +20,11 @@ from meshwright.planner.errors import MeshwrightError
 from tests.limits import PATIENCE_S
 
 SCRIPTS = Path(__file__).parent / "scripts"
-PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "train-your-script.md"
+HOW_TO = Path(__file__).parents[2] / "docs" / "how-to"
+REFERENCE = HOW_TO.parent / "reference"
+NANOGPT = SCRIPTS / "nanogpt"
+OTHERS = ("engine.py", "fsdp2.py", "with_accelerate.py")
+"""What trains nanoGPT's loop on several ranks."""
 
 
 def difference() -> list[str]:
@@ -35,7 +39,37 @@ def test_ten_lines_are_new() -> None:
 
 
 def test_the_page_shows_that_diff() -> None:
-    assert "\n".join(difference()[2:]) in PAGE.read_text()
+    assert "\n".join(difference()[2:]) in (REFERENCE / "script-options.md").read_text()
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_the_guide_shows_what_each_way_changes_of_the_loop_of_one_process(other: str) -> None:
+    plain, changed = ((NANOGPT / name).read_text().splitlines() for name in ("plain.py", other))
+    lines = list(difflib.unified_diff(plain, changed, lineterm="", n=0))[2:]
+    page = (HOW_TO / "train-your-script.md").read_text()
+    assert "\n".join(lines) in page
+    assert sum(line.startswith("+") for line in lines) == 15, "the table says so"
+
+
+@pytest.mark.ranks
+@pytest.mark.long(*OTHERS[1:])
+@pytest.mark.parametrize("other", OTHERS)
+def test_each_way_trains_the_loop_to_the_weights_of_one_process(
+    other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if other == "with_accelerate.py":
+        pytest.importorskip("accelerate")
+    monkeypatch.syspath_prepend(str(NANOGPT))
+    monkeypatch.setenv("OUT", str(tmp_path / "plain.pt"))
+    runpy.run_path(str(NANOGPT / "plain.py"), run_name="__main__")
+
+    run(f"nanogpt/{other}", OUT=str(tmp_path / "other.pt"), ACCELERATE_USE_CPU="true")
+
+    plain, found = torch.load(tmp_path / "plain.pt"), torch.load(tmp_path / "other.pt")
+    assert found.keys() == plain.keys()
+    for name, value in plain.items():  # AdamW makes steps of rounding where gradients are none
+        assert (found[name] - value).abs().mean() < 2e-5, name
+        assert (found[name] - value).abs().max() < 4e-4, name
 
 
 def _rank(script: Path, rank: int, environment: dict[str, str]) -> None:

@@ -16,6 +16,7 @@ import pytest
 from meshwright import cli
 from tests.meshwright import hostile
 from tests.meshwright import hostile_documents as documents
+from tests.meshwright import hostile_requests as requests
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -183,3 +184,12 @@ def test_what_the_cases_break_is_right(
         make(Path(path))
 
     assert cli.main(made.arguments) == 0
+
+
+def test_requests_to_a_page_that_is_served_find_nothing() -> None:
+    assert requests.findings(seed=1, count=40) == []
+
+
+@pytest.mark.matrix
+def test_many_requests_to_a_page_that_is_served_find_nothing() -> None:
+    assert requests.findings(seed=2, count=1000) == []

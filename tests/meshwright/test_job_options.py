@@ -6,6 +6,7 @@ was asked for, and `predict` of a plan's layout gives the plan's own figures.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,16 @@ def test_a_job_is_the_same_wherever_it_is_asked_for(
             commands.predict("plan.yaml", **{option: value})
         with pytest.raises(DocumentError, match="a plan has its own already"):
             tune("plan.yaml", CLUSTER, **{option: value})
+    for program in ("trl", "axolotl", "llama-factory"):
+        file = f"{program}.yaml"
+        commands.export("plan.yaml", to=program, output=file, with_recipe=True)
+        back = commands.import_plan(
+            file, of=program, cluster=CLUSTER, model=MODEL, document_len=job.document_len
+        )
+        # Weights that are loaded in 16 bits have no masters there, whatever a plan says.
+        assert replace(back.plan.job, master_weights=job.master_weights) == job, program
+        assert back.not_understood == (), program
+        assert back.prediction.step_time_s == pytest.approx(answer.prediction.step_time_s), program
 
 
 @pytest.mark.parametrize("kind", ["packed", "lengths"])

@@ -144,6 +144,19 @@ def test_what_the_library_refuses_is_planned_by_its_figures_with_the_reason(tmp_
     assert not is_launched(tmp_path / "plan.yaml")
 
 
+@pytest.mark.matrix
+def test_a_recorded_encoder_is_not_offered_to_launch(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 32, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2}
+    config = {"model_type": "bert", "intermediate_size": 16, "max_position_embeddings": 64, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    source = f"{tmp_path}:recorded"
+    then = next_after(source, tmp_path / "plan.yaml", "--seq-len", "16")
+    assert "set is_decoder: true" in then
+    (tmp_path / "config.json").write_text(json.dumps({**config, "is_decoder": True}))
+    then = next_after(source, tmp_path / "plan.yaml", "--seq-len", "16")
+    assert then.startswith("meshwright launch")
+
+
 def test_names_of_the_catalogue_say_which_file_is_lacking() -> None:
     """Of every name: a need for each family without an adapter, and for no other."""
     for name in models():

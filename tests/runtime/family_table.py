@@ -109,9 +109,9 @@ values are the library's own; dropout
 draws by sample.  `test_traced_transformer.py` trains GPT-NeoX, Falcon, GLM-4, DeepSeek-V2,
 Mamba, JetMoE and LongCat-Flash so, equal to the library's class in a plain loop.  A model that sees
 the tokens that it is to predict (BERT without `is_decoder`) is refused;
-[BERT](../how-to/train-bert.md) trains from a script, and so do [ViT](../how-to/train-vit.md),
-[T5](../how-to/train-t5.md), [Whisper](../how-to/train-whisper.md) and
-[Mamba-2](../how-to/train-mamba2.md).  What becomes of each type is [below](#every-causal-type).
+[BERT and ViT](../how-to/train-encoders.md),
+[T5 and Whisper](../how-to/train-encoder-decoders.md) and [Mamba-2](../how-to/train-mamba2.md)
+train from a script.  What becomes of each type is [below](#every-causal-type).
 
 The figures of these can be planned, and are launched only as recorded: {planned}.
 `plan` records them by itself for our own runtime where torch and transformers are installed and no

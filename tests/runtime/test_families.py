@@ -58,7 +58,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 COVER = [
     ("deepseek_v3", "experts and tensor"),
     ("gemma3_text", "context"),
-    ("gpt_oss", "context"),
+    ("gpt_oss", "experts"),
     ("olmo3", "ZeRO-3"),
     ("phi", "tensor"),
     ("qwen2_moe", "tensor"),

@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import get_args
 
 from meshwright.planner.calibration.tables.cells import EMPTY, Row, word
 from meshwright.planner.documents.cluster import Precision
@@ -112,9 +113,14 @@ RESTATED: Mapping[str, str] = {
 """Words that repeat another column, or that name a default."""
 PRECISIONS: Mapping[str, Precision] = {"mxfp8": "mxfp8", "nvfp4": "nvfp4"}
 """Words that name the 8-bit or 4-bit type that the column `precision` means."""
-IN_LAYOUTS = ("allgather", "hybrid-shard", "muon")
-"""Words that a layout or a job has: how tokens go to experts, within what states are divided, what
-updates weights."""
+OPTIMIZERS: Mapping[str, Optimizer] = {
+    **{name: name for name in get_args(Optimizer)},
+    **dict.fromkeys(("paged-adamw-8bit", "adamw-8bit-paged"), "adamw-8bit-paged"),
+    **dict.fromkeys(("adamw-bnb-8bit", "adam-8bit", "8-bit-adam", "8-bit-adamw"), "adamw-8bit"),
+}
+"""What updates weights, by the words of tables."""
+IN_LAYOUTS = ("allgather", "hybrid-shard")
+"""Words that a layout has: how tokens go to experts, and within what states are divided."""
 FEWER = re.compile(r"(recompute|offload)-(\d{1,4})-layers")
 RANK = re.compile(r"lora-rank-(\d{1,5})")
 
@@ -187,7 +193,7 @@ def _options(options: str, loss: str, plugins: str) -> RunOptions:
         ),
         loss=LOSSES.get(of_loss)
         or (LOSSES["fused"] if "liger" in words and of_loss in EMPTY else None),
-        optimizer="muon" if "muon" in words else "adamw",
+        optimizer=next((OPTIMIZERS[each] for each in words if each in OPTIMIZERS), "adamw"),
         precision=next((PRECISIONS[each] for each in words if each in PRECISIONS), None),
         gathers_tokens="allgather" in words,
         hybrid="hybrid-shard" in words,
@@ -205,7 +211,10 @@ def _options(options: str, loss: str, plugins: str) -> RunOptions:
 def _is_understood(each: str) -> bool:
     """Return True if a word is an option, or has no effect on predictions."""
     return (
-        any(each in words for words in (OF_FRAMEWORKS, SCALES, RECOMPUTED, RESTATED, PRECISIONS))
+        any(
+            each in words
+            for words in (OF_FRAMEWORKS, SCALES, RECOMPUTED, RESTATED, PRECISIONS, OPTIMIZERS)
+        )
         or each in IN_LAYOUTS
         or each in ("lora-all", "lora-attention")
         or each in ("offload-optimizer", "offload-layer-inputs")

@@ -98,7 +98,19 @@ class ScriptEnvironment:
     """Values of variables, of positional parameters (`1`) and of conditions by their text
     (`yes`)."""
     files: Callable[[str], str | None] = lambda _: None
-    """Function that returns the text of a script beside this one."""
+    """Function that returns the text of a file beside this script."""
+    written: dict[str, str | None] = field(default_factory=dict)
+    """Texts of files that the script writes itself; None where it may write several."""
+
+    def text_of(self, name: str) -> str | None:
+        """Return the text of a file that the script has written, or that stands beside it."""
+        name = name.removeprefix("./")
+        return self.written[name] if name in self.written else self.files(name)
+
+    def write(self, name: str, text: str | None) -> None:
+        """Note what a script writes; a file of two texts has neither."""
+        name = name.removeprefix("./")
+        self.written[name] = text if self.written.get(name, text) == text else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -858,11 +870,23 @@ class _Run:
             raise AssertionError(command)
         captured = self._captured
         if command.redirected:
-            self._captured = None
+            self._captured = None if command.file is None else []
         try:
             return self._started_simple(command)
         finally:
+            if command.file is not None:
+                self._write(command, self._captured or [])
             self._captured = captured
+
+    def _write(self, command: Simple, printed: list[str]) -> None:
+        """Note what a command writes to a file, where it and its name are known."""
+        assert command.file is not None
+        names, text = self._fields((command.file,)), "".join(printed)
+        is_known = bool(text) and not (command.appends or _ALL_UNKNOWN in text)
+        for name in names if len(names) == 1 else []:
+            if not unknown_names(name):
+                known = is_known and not unknown_names(text)
+                self.around.write(name, text if known else None)
 
     def _started_simple(self, command: Simple) -> bool | None:
         words = self._fields(command.words)
@@ -1046,7 +1070,7 @@ class _Run:
         if not words:
             return None
         name = words[0]
-        text = None if unknown_names(name) else self.around.files(name)
+        text = None if unknown_names(name) else self.around.text_of(name)
         if text is None:
             self.unfollowed.append(_bash_text(name))
             if not sourced:

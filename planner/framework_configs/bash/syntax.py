@@ -85,6 +85,10 @@ class Simple:
     stdin: list[Word] = field(default_factory=list)
     redirected: bool = False
     """True if its output is redirected."""
+    file: Word | None = None
+    """Where it goes, if it is all that a file then has."""
+    appends: bool = False
+    """Whether it goes behind what the file has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -566,6 +570,7 @@ class _Parser:
                 command.stdin.append((*word, LiteralText("\n", quoted=True)))
             elif sign.startswith(">") and match[0][:1] not in "23456789":
                 command.redirected = True
+                command.file, command.appends = word or None, sign == ">>"
             elif sign.startswith("<"):
                 command.stdin.append((Opaque("a file"),))
         return True

@@ -46,6 +46,9 @@ def of_llama_factory(data: Data, surroundings: ScriptEnvironment | None = None) 
     if by_itself:
         also.idle("gradient_checkpointing")
     rest.setdefault("cutoff_len", 2048)
+    is_on = {key for key in ("bf16", "fp16", "pure_bf16") if str(data.get(key)).lower() == "true"}
+    if is_on == {"pure_bf16"}:
+        rest["torch_dtype"] = "bfloat16"
     attention = {"auto": "sdpa", "sdpa": "sdpa", "fa2": "flash_attention_2", "disabled": "eager"}
     rest["attn_implementation"] = settings.choice("flash_attn", attention, "sdpa")
     rest["use_liger_kernel"] = bool(settings.flag("enable_liger_kernel"))
@@ -53,7 +56,9 @@ def of_llama_factory(data: Data, surroundings: ScriptEnvironment | None = None) 
     config.gather(also)
     if settings.flag("use_reentrant_gc") is not False and config.recompute == "full":
         config.options.append("reentrant-recompute")
-    settings.expect("stage", "sft", "pt")
+    stages = {"sft": "sft", "pt": "sft", "dpo": "dpo", "rm": "reward"}
+    transformers.learns(config, settings.choice("stage", stages, "sft"))
+    settings.expect("pref_loss", "sigmoid", "hinge", "ipo")
     kind = settings.choice("finetuning_type", {"lora": "lora", "full": "full"}, "lora")
     weights = _frozen_weights(
         settings, "quantization_bit", "quantization_method", "quantization_type"
@@ -82,6 +87,7 @@ _OF_LLAMA_FACTORY = frozenset(
         "enable_liger_kernel",
         "use_reentrant_gc",
         "stage",
+        "pref_loss",
         "finetuning_type",
         "quantization_bit",
         "quantization_method",
@@ -102,8 +108,10 @@ def of_axolotl(data: Data, surroundings: ScriptEnvironment | None = None) -> Par
     for name, theirs in _NAMES_OF_AXOLOTL.items():
         if theirs in rest:
             rest[name] = rest.pop(theirs)
-    if str(rest.get("bf16")).lower() in ("auto", "full"):
+    if str(rest.get("bf16")).lower() == "auto":
         rest["bf16"] = True
+    if str(rest.get("bf16")).lower() == "full":  # no mixed precision
+        rest |= {"bf16": False, "torch_dtype": "bfloat16"}
     # A section alone is enough.
     rest = ({"fsdp": "full_shard"} if rest.get("fsdp_config") else {}) | rest
     rest.setdefault("per_device_train_batch_size", 1)
@@ -122,6 +130,8 @@ def of_axolotl(data: Data, surroundings: ScriptEnvironment | None = None) -> Par
     )
     config.unknown += [f"gradient_checkpointing={kind:.30}"] * is_offloaded
     _fused_of_axolotl(settings, config)
+    objective = settings.choice("rl", {"dpo": "dpo", "ipo": "dpo", "grpo": "grpo"}, "sft")
+    transformers.learns(config, "reward" if settings.flag("reward_model") else objective)
     adapter = settings.choice("adapter", {"lora": "lora", "qlora": "qlora"}, "")
     weights = transformers.packed_weights(settings)
     if adapter:
@@ -197,6 +207,8 @@ _OF_AXOLOTL = frozenset(
         "flash_attention",
         "sdp_attention",
         "eager_attention",
+        "rl",
+        "reward_model",
         "adapter",
         "load_in_8bit",
         "load_in_4bit",
@@ -260,6 +272,8 @@ def of_ms_swift(data: Data, surroundings: ScriptEnvironment | None = None) -> Pa
     config = transformers.of_settings(rest, surroundings)
     if "gradient_accumulation_steps" not in data:
         config.micro_batches = None
+    types = {"dpo": "dpo", "rm": "reward", "grpo": "grpo"}
+    transformers.learns(config, settings.choice("rlhf_type", types, "sft"))
     degree = settings.count("sequence_parallel_size") or 1
     if degree > 1:
         config.context = degree
@@ -288,6 +302,7 @@ _KINDS = {"lora": "lora", "full": "full"}
 _OF_MS_SWIFT = frozenset(
     [
         "deepspeed",
+        "rlhf_type",
         "attn_impl",
         "torch_dtype",
         "sequence_parallel_size",

@@ -317,7 +317,7 @@ def named_file(key: str, name: object, surroundings: ScriptEnvironment | None) -
     """Return name and text of another file that a configuration names; it must be there."""
     if not isinstance(name, str):
         raise DocumentError(key, f"is {name!r:.40}; it is a file, or a section of settings")
-    text = None if surroundings is None else surroundings.files(name)
+    text = None if surroundings is None else surroundings.text_of(name)
     if text is None:
         raise DocumentError(
             key,

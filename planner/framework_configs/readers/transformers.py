@@ -12,6 +12,7 @@ from typing import Any
 from meshwright.planner.documents.profile import ChunkedLoss
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.framework_configs.bash.interpreter import ScriptEnvironment
+from meshwright.planner.framework_configs.fine_tuners import PROMPT_LEN
 from meshwright.planner.framework_configs.readers import deepspeed
 from meshwright.planner.framework_configs.readers import input_limits as limits
 from meshwright.planner.framework_configs.readers.parsed_config import (
@@ -57,11 +58,47 @@ def of_trl(data: Mapping[str, Any], surroundings: ScriptEnvironment | None = Non
     lengths = {"max_length", "max_seq_length"} & set(data)
     if lengths:
         del usual["max_length"]
+    elif "max_completion_length" in data:  # of GRPO: a prompt and an answer
+        parts = Settings({"max_prompt_length": PROMPT_LEN} | dict(data))
+        pair = [parts.count(f"max_{part}_length") or 0 for part in ("prompt", "completion")]
+        usual["max_length"] = sum(pair)
     if "fp16" not in data:
         usual["bf16"] = True
-    config = of_settings({**usual, **data}, surroundings)
+    losses = Settings({"loss_type": data.get("loss_type")})
+    kinds = {word.strip("[]' \"") for word in losses.words("loss_type")}
+    objective = next(
+        (
+            name
+            for name, keys in _TELLING.items()
+            if keys & set(data) or kinds & _LOSSES.get(name, set())
+        ),
+        "sft",
+    )
+    rest = {key: value for key, value in data.items() if key not in (*_PARTS, "loss_type")}
+    config = of_settings({**usual, **rest}, surroundings)
+    learns(config, objective)
+    if not kinds <= _LOSSES.get(objective, _PLAIN_LOSSES):
+        losses.name("loss_type")
+    config.gather(losses)
+    if objective != "sft":
+        config.assumed.append(f"{objective}, as its settings say")
     config.understood -= len(set(usual) - set(data))
     return config
+
+
+_TELLING: dict[str, set[str]] = {
+    "grpo": {"max_completion_length", "num_generations", "reward_funcs"},
+    "reward": {"center_rewards_coefficient"},
+    "dpo": {"beta", "precompute_ref_log_probs", "ref_adapter_name"},
+}
+"""Settings that one objective of TRL's alone has, in this order: GRPO has a `beta` too."""
+_LOSSES: dict[str, set[str]] = {
+    "dpo": {"sigmoid", "hinge", "ipo", "robust", "exo_pair", "apo_zero", "apo_down"},
+    "grpo": {"grpo", "dapo", "dr_grpo", "bnpo"},
+}
+"""Losses of an objective that take what its plain one does."""
+_PLAIN_LOSSES = {"nll", "dft"}
+_PARTS = ("max_prompt_length", "max_completion_length")
 
 
 def of_flags(
@@ -96,6 +133,7 @@ def of_settings(
     if len(kinds) > 1:
         raise DocumentError("bf16", "and fp16 are both on; switch one off")
     config.precision = kinds[0] if kinds else "fp32"
+    _weights(settings, config)
     if nested is None:
         _of_fsdp(settings, config, surroundings)
     else:
@@ -118,7 +156,6 @@ def of_settings(
         settings.expect("tf32", False)
     else:
         settings.idle("tf32")
-    _weights(settings, config)
     _kernels(settings, config)
     _adapters(settings, config)
     _samples(settings, config)
@@ -145,13 +182,17 @@ def _checkpointing(settings: Settings, config: ParsedConfig) -> None:
 
 def _weights(settings: Settings, config: ParsedConfig) -> None:
     """Read the type in which weights are loaded: with one of 32 bits states have it too."""
-    types = {"bfloat16": "", "float16": "", "auto": "", "float32": "wide-states"}
+    types = {"bfloat16": "bf16", "float16": "fp16", "auto": "", "float32": "fp32"}
     for key in ("torch_dtype", "dtype"):
-        option = settings.choice(key, types, "")
+        loaded = settings.choice(key, types, "")
         if config.framework == "deepspeed":  # which has masters of its own
             settings.idle(key)
-        elif option:
-            config.options.append(option)
+        elif loaded == "fp32":
+            config.options.append("wide-states")
+        elif loaded and config.precision == "fp32":  # nothing is computed in another type
+            config.precision = loaded
+            if loaded == "bf16":
+                config.trains(master_weights="none")
 
 
 def _kernels(settings: Settings, config: ParsedConfig) -> None:
@@ -208,6 +249,15 @@ def adapters(
     usual = not targets or targets in (["all"], ["all-linear"])
     chosen = ("all-linear",) if usual else tuple(dict.fromkeys(targets))
     config.trains(lora={"rank": rank, "alpha": alpha, "targets": chosen, "weights": weights})
+
+
+def learns(config: ParsedConfig, objective: str) -> None:
+    """Note what is learned, and what of it is no part of a step."""
+    if objective == "sft":
+        return
+    config.trains(objective=objective)
+    if objective == "grpo":
+        config.assumed.append("generation of answers is no part of the step that is planned")
 
 
 def _samples(settings: Settings, config: ParsedConfig) -> None:

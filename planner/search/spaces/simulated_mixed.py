@@ -39,9 +39,11 @@ from meshwright.planner.search.bounds.simulated_optimum import (
     Columns,
     CutPoints,
     Links,
+    RankColumn,
     choices_of,
 )
 from meshwright.planner.search.bounds.simulated_step import SimulatedCandidates
+from meshwright.planner.search.bounds.split_paths import SplitPaths
 from meshwright.planner.search.goals import SplitSolution
 from meshwright.planner.search.partition.stage_size_rows import is_within
 from meshwright.planner.search.proof_account import BOUNDS, DOMINATED
@@ -391,6 +393,7 @@ class _LayoutSearch:
 
         The orders of a graph's branches are left as they are, so there nothing moves.
         """
+        paths = SplitPaths(self._layout, columns[0].costs)
         while self._split is not None and columns[0].places.alike:
             split = self._split
             sizes = [b - a for a, b in itertools.pairwise(split.split.cuts)]
@@ -401,7 +404,11 @@ class _LayoutSearch:
                 if most <= 0:
                     return
                 most -= 1
-                self._try(moved)
+                if paths.exceed(moved, self._limit_s):
+                    continue
+                options = [option for column in moved for option in column.options]
+                cuts = [0, *itertools.accumulate(numbers)]
+                self._try(self._space.read(self._layout, order, cuts, options))
                 if self._split is not split:
                     break
             else:
@@ -409,18 +416,17 @@ class _LayoutSearch:
 
     def _fastest(
         self, of_types: Sequence[Columns], order: Sequence[int], sizes: Sequence[int]
-    ) -> GraphSolution | None:
-        """Return the split into ranks of these types and sizes, each at its fastest that fits."""
-        cuts = [0, *itertools.accumulate(sizes)]
-        options: list[int] = []
+    ) -> list[RankColumn] | None:
+        """Return the fastest column of each rank of these types and sizes that fits, if all do."""
+        cuts, fastest = [0, *itertools.accumulate(sizes)], list[RankColumn]()
         for rank, (number, span) in enumerate(zip(order, itertools.pairwise(cuts), strict=True)):
             if sizes[rank] < of_types[number].instance.stages[rank].least_layers:
                 return None
             columns = of_types[number].columns_between(rank, *span)
             if not columns:
                 return None
-            options += min(columns, key=lambda one: float(one.seconds[:2].sum())).options
-        return closed_form_solution(self._space.closed_form, self._layout, order, cuts, options)
+            fastest.append(min(columns, key=lambda one: float(one.seconds[:2].sum())))
+        return fastest
 
     def _in_closed_form(self, solution: GraphSolution) -> GraphSolution:
         """Return a split with its seconds in the closed form."""

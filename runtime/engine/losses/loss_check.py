@@ -351,6 +351,13 @@ class _LossTrial:
         if count < 2:
             return None
         batch = few_samples(self._batch, size * count)
+        coupled = self._coupled_in(batch, size, count)
+        if coupled is None and not self._recorder.is_fake:  # it reads values: each sample by itself
+            coupled = self._coupled_in(tree_map(_unlike, batch), 1, size * count)
+        return coupled
+
+    def _coupled_in(self, batch: Any, size: int, count: int) -> str | None:
+        """Return how an output depends on other samples of a batch, of `count` parts."""
         seed_all(0)
         before, asked = RandomNumbers(), inner_loss.times_asked()
         whole = self._outputs_of(batch, drawing=False)
@@ -587,6 +594,17 @@ def _trained_by(total: Tensor) -> Iterator[Tensor]:
         if isinstance(leaf, Tensor):
             yield leaf
         waiting += [function for function, _ in node.next_functions]
+
+
+def _unlike(leaf: Any) -> Any:
+    """Return a leaf of a batch in another order, its samples a quarter to four times as large."""
+    if not isinstance(leaf, Tensor) or not leaf.ndim:
+        return leaf
+    leaf = leaf.roll(1, 0)
+    if not leaf.is_floating_point():
+        return leaf
+    sizes = 2.0 ** (torch.arange(len(leaf), device=leaf.device) * 3 % 5 - 2)
+    return leaf * sizes.to(leaf.dtype).view(-1, *[1] * (leaf.ndim - 1))
 
 
 def _distance(whole: Tensor, parts: Sequence[Tensor], size: int) -> float:

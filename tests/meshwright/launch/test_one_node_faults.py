@@ -60,13 +60,15 @@ def test_data_that_change_under_a_run_are_refused_at_the_restart(
     assert launcher.returncode == 1
     assert f"{room.text}: has changed since the run began: it had 8.8K tokens" in said
     assert len(losses(room)) < STEPS
+    # Nothing was saved by then: the newest copy is on the disk before the last process leaves.
+    step = saved_step(room)
+    assert 1 <= step < STEPS
+    assert f"step-{step:06} is complete; its state was in memory" in said
 
 
 KILLED_AT_ITS_END = """
-import hashlib
 import os
 import signal
-from pathlib import Path
 from pathlib import Path
 from meshwright.runtime.launch import training_loop as train
 
@@ -80,31 +82,6 @@ def run_and_be_killed(self):
     return record
 train.Loop.run = run_and_be_killed
 """
-
-
-@pytest.mark.ranks
-def test_a_run_whose_last_step_is_saved_ends_well_however_often_it_is_started(
-    room: ForkingRoom,
-) -> None:
-    """A rank is killed behind the last save; then the whole command is started again."""
-    pytest.importorskip("torch")
-    room.begins_with = KILLED_AT_ITS_END.replace("FOLDER", str(room.folder))
-    nothing_left = f"has done {STEPS} steps and {STEPS} are asked for: nothing left to do"
-    plan = room.plan(two_ranks(room))
-    for more in ("", "--resume --or-start"):
-        launcher = room.launched(plan, f"{options(room)} {more}")
-
-        _, said = launcher.communicate(timeout=PATIENCE_S)
-
-        assert launcher.returncode == 0, said
-        assert said.count(nothing_left) == 1
-        assert (more == "") == ("rank 1 was killed by SIGKILL" in said)
-        assert len(losses(room)) == STEPS
-    (room.folder / "text.txt").write_text("another text " * 1000)
-    launcher = room.launched(plan, f"{options(room)} --resume --or-start")
-    _, said = launcher.communicate(timeout=PATIENCE_S)
-    assert launcher.returncode == 1
-    assert "corpus_digest" in said
 
 
 LEAVES = """
@@ -125,33 +102,22 @@ train.Loop._take_step = step
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("code", [1, pytest.param(0, marks=pytest.mark.matrix)])
-def test_a_rank_that_leaves_without_a_word_is_named_and_restarted(
-    room: ForkingRoom, code: int
-) -> None:
-    """Rank 1 says that its peer has closed the connection, which is an echo."""
-    pytest.importorskip("torch")
-    room.begins_with = LEAVES.replace("FOLDER", str(room.folder)).replace("CODE", str(code))
-    launcher = room.launched(room.plan(two_ranks(room)), options(room))
-
-    _, said = launcher.communicate(timeout=PATIENCE_S)
-
-    assert launcher.returncode == 0, said
-    assert f"rank 0 exited with code {code}" in said
-    assert "rank 1" not in said
-    assert len(losses(room)) == STEPS
-
-
-@pytest.mark.ranks
 @pytest.mark.parametrize(
-    "name", ["out", pytest.param("out/events.jsonl", marks=pytest.mark.matrix)]
+    ("code", "name"),
+    [(1, "out"), pytest.param(0, "out/events.jsonl", marks=pytest.mark.matrix)],
 )
-def test_a_run_whose_records_are_removed_trains_on(room: ForkingRoom, name: str) -> None:
-    """A rank is killed behind that: what a restart needs is written again."""
+def test_a_rank_leaves_without_a_word_records_are_removed_and_a_rank_is_killed(
+    room: ForkingRoom, code: int, name: str
+) -> None:
+    """Rank 1 says that its peer has closed the connection, which is an echo of rank 0.
+
+    What a restart needs is written again where records were removed.
+    """
     pytest.importorskip("torch")
     room.let_steps_sleep(0.1)
+    room.begins_with += LEAVES.replace("FOLDER", str(room.folder)).replace("CODE", str(code))
     launcher = room.launched(room.plan(two_ranks(room)), options(room))
-    room.wait_for_step(5, while_running=launcher)
+    room.wait_for_step(6, while_running=launcher)
     path = room.folder / name
     if path.is_dir():
         shutil.rmtree(path)
@@ -163,8 +129,11 @@ def test_a_run_whose_records_are_removed_trains_on(room: ForkingRoom, name: str)
     _, said = launcher.communicate(timeout=PATIENCE_S)
 
     assert launcher.returncode == 0, said
-    assert "rank 1 was killed by SIGKILL" in said
-    assert checkpoint.progress(room.folder / "saved" / f"step-{STEPS:06}").step == STEPS
+    left, _, killed = said.partition("rank 1 was killed by SIGKILL")
+    assert f"rank 0 exited with code {code}" in left
+    assert "rank 1" not in left
+    assert killed
+    assert saved_step(room) == STEPS
     assert losses(room)
 
 
@@ -222,7 +191,8 @@ def raising(room: ForkingRoom, error: str, *, once: bool) -> str:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("resumed", [False, pytest.param(True, marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("resumed", [False, True])
 def test_what_is_not_understood_leaves_the_newest_copy_on_disk(
     room: ForkingRoom, *, resumed: bool
 ) -> None:
@@ -284,10 +254,17 @@ def test_errors_that_may_pass_are_tried_again_and_end_with_a_checkpoint(
 
 
 @pytest.mark.ranks
-def test_copies_outlive_a_launcher_that_is_killed(room: ForkingRoom) -> None:
-    """The next launch makes a checkpoint of them before it looks for one."""
+def test_copies_outlive_a_killed_launcher_and_a_finished_run_ends_well_however_often_it_is_started(
+    room: ForkingRoom,
+) -> None:
+    """The next launch makes a checkpoint of them before it looks for one.
+
+    Of that one a rank is killed behind the last save; then the whole command is started again.
+    """
     pytest.importorskip("torch")
     room.let_steps_sleep(0.05)
+    room.begins_with += KILLED_AT_ITS_END.replace("FOLDER", str(room.folder))
+    nothing_left = f"has done {STEPS} steps and {STEPS} are asked for: nothing left to do"
     plan = room.plan(two_ranks(room))
     launcher = room.launched(plan, options(room))
     room.wait_for_step(12, while_running=launcher)
@@ -297,15 +274,24 @@ def test_copies_outlive_a_launcher_that_is_killed(room: ForkingRoom) -> None:
     assert saved_step(room) == 0
     done = len(losses(room))
 
+    for is_again in (False, True):
+        launcher = room.launched(plan, f"{options(room)} --resume --or-start")
+        _, said = launcher.communicate(timeout=PATIENCE_S)
+
+        assert launcher.returncode == 0, said
+        assert said.count(nothing_left) == 1
+        assert ("rank 1 was killed by SIGKILL" in said) != is_again
+        assert ("a launcher that was killed left copies in /dev/shm/" in said) != is_again
+        if not is_again:
+            went_on = int(said.split("going on from ")[1].split("step-")[1][:6])
+            assert done - 10 <= went_on <= done + 1
+        assert len(losses(room)) == STEPS
+        assert not list(Path("/dev/shm").glob(f"meshwright-{os.getuid()}-{key(room)}-*"))
+    (room.folder / "text.txt").write_text("another text " * 1000)
     launcher = room.launched(plan, f"{options(room)} --resume --or-start")
     _, said = launcher.communicate(timeout=PATIENCE_S)
-
-    assert launcher.returncode == 0, said
-    assert "a launcher that was killed left copies in /dev/shm/" in said
-    went_on = int(said.split("going on from ")[1].split("step-")[1][:6])
-    assert done - 10 <= went_on <= done + 1
-    assert len(losses(room)) == STEPS
-    assert not list(Path("/dev/shm").glob(f"meshwright-{os.getuid()}-{key(room)}-*"))
+    assert launcher.returncode == 1
+    assert "corpus_digest" in said
 
 
 def key(room: ForkingRoom) -> str:
@@ -340,3 +326,20 @@ def test_two_nodes_make_one_checkpoint_of_their_copies(room: ForkingRoom, how: s
     assert "a launcher that was killed left copies in /dev/shm/" in "".join(said)
     assert saved_step(room) == 30
     assert int("".join(said).split("going on from ")[1].split("step-")[1][:6]) >= 3
+
+
+@pytest.mark.ranks
+@pytest.mark.matrix
+@pytest.mark.parametrize("code", [0, 3])
+def test_the_only_rank_of_a_node_leaves_without_a_word(room: ForkingRoom, code: int) -> None:
+    """Its node has no other rank that would complain."""
+    pytest.importorskip("torch")
+    room.begins_with += LEAVES.replace("FOLDER", str(room.folder)).replace("CODE", str(code))
+    nodes = Nodes(room, options="--checkpoint-every 4000 --steps 30", step_s=0.05)
+
+    said = nodes.end()
+
+    room.wait_until_empty()
+    assert [launcher.returncode for launcher in nodes.launchers] == [0, 0], said
+    assert f"rank 0 exited with code {code}" in "".join(said)
+    assert saved_step(room) == 30

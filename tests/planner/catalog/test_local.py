@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.planner.catalog import accelerators, local
+from meshwright.planner.catalog import accelerators, local, native
 from meshwright.planner.catalog.local import (
     LocalDevice,
     links,
@@ -18,6 +18,7 @@ from meshwright.planner.catalog.local import (
     visible,
 )
 from meshwright.planner.catalog.machine_figures import MachineFigures
+from meshwright.planner.costs.slowdown import host_pace
 from meshwright.planner.documents.cluster import ClusterSpec
 from meshwright.planner.errors import DocumentError
 
@@ -25,6 +26,8 @@ CORE = MachineFigures(
     measured="2026-11-23T20:45:00+00:00",
     flops=1e11,
     bytes_per_s=2e10,
+    call_s=5.2e-7,
+    launch_s=4e-7,
     link_latency_s=2e-5,
     link_bytes_per_s=3e9,
     memory_bytes=8 * 2**30,
@@ -88,6 +91,17 @@ def test_chosen_devices_are_those_that_cuda_would_show(chosen: str | None, left:
     parts = [LocalDevice("part", 1, "MIG-7")]
 
     assert visible(devices, chosen, parts) == tuple([*devices, *parts][i] for i in left)
+
+
+def test_cores_and_devices_have_the_host_that_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is part of the document, twice as slow as that of the framework's figures."""
+    monkeypatch.setattr(local, "machine_figures", lambda: CORE)
+    for cluster in (of_cores(CORE, cores=2, ranks=2), of_devices([H100, RTX])):
+        for group in ClusterSpec.parse(cluster.dump()).groups:
+            assert group.host_speed is not None
+            assert (group.host_speed.call_s, group.host_speed.launch_s) == (5.2e-7, 4e-7)
+            assert "measured 2026-11-23 20:45 UTC" in group.host_speed.source
+        assert host_pace(native(), cluster) == pytest.approx(2.0)
 
 
 def test_known_devices_have_the_figures_of_the_catalogue_and_their_own_memory() -> None:

@@ -26,7 +26,7 @@ QUICK = """
 import json, os, time
 time.sleep(0.1)
 print(json.dumps({"flops": 1e11 + os.getpid(), "bytes_per_s": 2e10, "link_latency_s": 2e-5,
-                  "link_bytes_per_s": 3e9}))
+                  "link_bytes_per_s": 3e9, "call_s": 3e-7, "launch_s": 2e-7}))
 """
 """A measurement that differs from process to process."""
 
@@ -186,6 +186,8 @@ def test_what_is_measured_is_in_the_range_of_processors() -> None:
 
     assert 1e9 < core.flops < 1e13
     assert 1e8 < core.bytes_per_s < 1e12
+    assert 2e-8 < core.launch_s < 1e-5
+    assert 2e-8 < core.call_s < 1e-5
     assert 1e-7 < core.link_latency_s < 1e-2
     assert 1e7 < core.link_bytes_per_s < 1e12
 

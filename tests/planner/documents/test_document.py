@@ -49,6 +49,7 @@ from meshwright.planner.documents.training import Lora, RateSchedule, Training
 from meshwright.planner.documents.units import SMALLEST
 from meshwright.planner.errors import DocumentError
 
+PLANS = Path(__file__).parents[3] / "plans"
 MANY = settings(
     max_examples=30,
     deadline=None,
@@ -533,7 +534,7 @@ def test_a_table_beyond_all_bounds_is_refused(content: bytes, message: str, tmp_
 
 
 def test_schemas_for_editors_are_fresh() -> None:
-    folder = Path(__file__).parents[3] / "docs" / "schemas"
+    folder = Path(__file__).parents[3] / "meshwright" / "schemas"
 
     written = {file.name: file.read_text() for file in folder.glob("*.json")}
 
@@ -545,6 +546,52 @@ def test_schemas_are_written_where_asked(tmp_path: Path) -> None:
 
     assert {file.name for file in tmp_path.iterdir()} == set(schemas.texts())
     assert json.loads((tmp_path / "plan.json").read_text())["title"] == "Plan"
+
+
+def test_every_field_of_every_document_has_a_description() -> None:
+    missing = [
+        f"{cls.__name__}: {part.__name__}.{name}"
+        for cls in schemas.DOCUMENTS
+        for part in schemas.parts_of(cls)
+        for name in part.model_fields
+        if not schemas.meanings(part).get(name, "").endswith(".")
+    ]
+
+    assert missing == []
+    described = schemas.described_schema(Plan)
+    assert described["properties"]["zero"]["description"] == schemas.meanings(Plan)["zero"]
+    stage = described["$defs"]["Stage"]["properties"]["layers"]
+    assert stage["description"].endswith(".")
+
+
+def test_the_schema_of_clusters_takes_a_file_that_names_its_accelerator(tmp_path: Path) -> None:
+    """`catalog cluster` writes such a file; every key that the schema requires is in the least."""
+    least = {"groups": [{"accelerator": "h100-sxm-80gb", "devices_per_node": 8, "nodes": 2}]}
+    (tmp_path / "c.yaml").write_text(yaml.dump({"format": 1, "name": "mine", **least}))
+
+    described = schemas.described_schema(ClusterSpec)
+
+    assert resolve_cluster(str(tmp_path / "c.yaml")).tiers
+    assert set(described["required"]) == {"name", "groups"}
+    group = described["$defs"]["DeviceGroup"]
+    assert set(group["required"]) <= least["groups"][0].keys()
+    assert {"type": "string"} in group["properties"]["accelerator"]["anyOf"]
+
+
+@pytest.mark.parametrize("name", [str(cls.schema_file) for cls in schemas.DOCUMENTS])
+def test_a_written_document_names_its_schema_and_is_read_again(name: str) -> None:
+    (cls,) = (cls for cls in schemas.DOCUMENTS if cls.schema_file == name)
+    files = [*PLANS.glob(f"*/{name.removesuffix('.json')}.yaml")]
+    files += PLANS.glob("studies/*.yaml") if name == "study.json" else ()
+    line = f"# yaml-language-server: $schema={document.SCHEMAS_URL}{name}"
+
+    assert (PLANS.parent / "meshwright" / "schemas" / name).is_file()
+    for file in files:
+        assert file.read_text().splitlines()[0] == line
+    for file in files[:1]:
+        read = document.read(cls, file)
+        assert read.dump().splitlines()[0] == line
+        assert cls.parse(read.dump()) == read
 
 
 @pytest.mark.spread(1)

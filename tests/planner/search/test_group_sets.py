@@ -17,7 +17,12 @@ from meshwright.planner.documents import document
 from meshwright.planner.errors import DocumentError, NoPlanFits
 from meshwright.planner.requests.request import Request
 from meshwright.planner.search.bounds.device_counts import LeastSteps
-from meshwright.planner.search.cluster_parts import PartAnswer, search_parts, used_text
+from meshwright.planner.search.cluster_parts import (
+    ClusterPart,
+    PartAnswer,
+    search_parts,
+    used_text,
+)
 from meshwright.planner.search.group_sets import least_together_s, on_group_set
 from meshwright.planner.search.plan_preference import with_preference
 from meshwright.planner.search.proof_budget import BRIEF, USUAL, Effort
@@ -120,6 +125,18 @@ def test_a_plan_of_a_part_names_it(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     document.write(answer.plan, path)
     assert meshwright.predict(str(path)).step_time_s == answer.prediction.step_time_s
+
+
+def test_a_part_of_several_groups_is_named_in_words() -> None:
+    request = request_of("3xh100-sxm-80gb+2x2xl40s", 4)
+    part = on_group_set(request, (0, 1), [(1, 2), (1, 2)])
+    answer = answer_to(TWO_OF_THREE, 4, BRIEF)
+    some = replace(answer, part=ClusterPart(part, 0.0, whole=False, kept=(0, 1)))
+    assert part.cluster_name == "3xh100-sxm-80gb:1x2+2x2xl40s:1x2"
+    assert used_text(request, some) == (
+        ": the plan uses 2 of 3 devices of each node of h100-sxm-80gb, 1 of 2 nodes of l40s, "
+        "and is slower on all"
+    )
 
 
 def test_a_document_names_its_groups(tmp_path: Path) -> None:

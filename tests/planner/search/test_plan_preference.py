@@ -7,12 +7,14 @@ from dataclasses import replace
 
 import pytest
 
+from meshwright.planner.calibration.tables.predictions import framework_plan
 from meshwright.planner.catalog import framework as catalog_framework
 from meshwright.planner.catalog import frameworks
 from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
 from meshwright.planner.costs.predict import predict
 from meshwright.planner.costs.uncertainty import LAYOUT_ERROR
-from meshwright.planner.documents.plan import Compile, Job
+from meshwright.planner.documents.cluster import Precision
+from meshwright.planner.documents.plan import Compile, Job, Layout
 from meshwright.planner.documents.units import seconds_text
 from meshwright.planner.errors import NoneFaster, NoPlanFits
 from meshwright.planner.report.text import why_text
@@ -23,7 +25,9 @@ from meshwright.planner.search.plan_preference import (
     AXES,
     NEAR,
     alternative_row,
+    faster_elsewhere,
     features,
+    framework_choices,
     margin_of,
     not_worth_eight_bits,
     with_preference,
@@ -262,3 +266,42 @@ def test_a_slower_plan_says_where_it_takes_longer_as_shares_of_the_fastest_step(
 
     assert row.more == pytest.approx(0.25)
     assert row.why.endswith("; forward +25.0 %")
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "experts", "found"),
+    [
+        ("gpt-oss-20b", "8xh100-sxm-80gb", 8, True),
+        ("llama-3.1-8b", "8xh100-sxm-80gb", 1, False),
+        ("gpt-oss-20b", "local:8", 8, False),
+    ],
+)
+def test_a_layout_that_is_much_faster_elsewhere_says_so(
+    model: str, cluster: str, experts: int, found: bool
+) -> None:
+    # Sinks of GPT-OSS: modules write scores to memory, Megatron's attention does not.
+    precision: Precision = "fp32" if cluster.startswith("local") else "bf16"
+    job = Job(seq_len=8192, global_batch=8, precision=precision)
+    request = Request(resolve_model(model), resolve_cluster(cluster), job)
+    plan = framework_plan(request, Layout(data_shard=8, expert=experts, zero=2))
+
+    notes = list(faster_elsewhere(request, plan, predict(plan, request.model, request.cluster)))
+
+    assert len(notes) == found
+    assert all("with --framework megatron" in note for note in notes)
+
+
+def test_options_that_a_framework_has_are_not_named_again() -> None:
+    layout = Layout(data_shard=8, expert=8, zero=1)
+    names = []
+    for name in ("megatron", "megatron+deepep"):
+        request = Request(
+            resolve_model("qwen3-30b-a3b"),
+            resolve_cluster("8xh100-sxm-80gb"),
+            Job(seq_len=4096, global_batch=64),
+            framework=catalog_framework(name),
+        )
+        names.append([words.split("+") for words, _ in framework_choices(request, layout)])
+
+    assert any("deepep" in words for words in names[0])
+    assert all(len(set(words)) == len(words) for every in names for words in every)

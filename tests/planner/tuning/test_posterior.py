@@ -203,3 +203,23 @@ def test_a_profile_pays_where_trials_are_long_and_constants_decide() -> None:
     assert not Tuner(some(0.1, (0.1, 0.3, 0.5))).profile_pays(75.0)  # a trial is over before
     assert not Tuner(some(60.0, (0.3, 0.3, 0.3))).profile_pays(600.0)
     assert not Tuner(some(60.0, (0.3,))).profile_pays(1.0)  # nothing to decide
+
+
+def test_a_plan_hardly_faster_than_the_answer_is_not_the_answer() -> None:
+    tuner = Tuner([option(1.0), option(1.02, pipeline=2)])
+    tuner = tuner.with_outcome(Outcome(option=0, step_s=1.0))
+
+    tied = tuner.with_outcome(Outcome(option=1, step_s=0.998))
+    faster = tuner.with_outcome(Outcome(option=1, step_s=0.9))
+
+    assert (tied.answer, faster.answer) == (0, 1)
+
+
+def test_where_trials_mislead_the_next_is_the_one_predicted_fastest() -> None:
+    # The first is three times as slow as predicted, the second not: the first taught what is wrong.
+    tuner = Tuner([option(1.0 + at / 10, micro_batch=2**at) for at in range(5)])
+    for at, step_s in ((0, 3.0), (4, 1.4)):
+        tuner = tuner.with_outcome(Outcome(option=at, step_s=step_s))
+
+    assert tuner.next_trial() == 1
+    assert Tuner(tuner.options, tuner.outcomes).next_trial() == 1  # as it was read again

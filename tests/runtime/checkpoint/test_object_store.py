@@ -187,6 +187,9 @@ def test_addresses_are_told_from_folders() -> None:
     assert object_store.address_of(Path("gs://bucket/a/b/")) == "gs://bucket/a/b"
     assert object_store.address_of(Path("C:/saved")) is None
     assert object_store.address_of("./a:b/c") is None
+    for nothing in ("memory://a", "https://a/b", "ftp://", "s3:"):
+        with pytest.raises(LaunchError, match="s3://BUCKET/PATH"):
+            object_store.address_of(Path(nothing))
     with pytest.raises(LaunchError, match="install what opens it"):
         ObjectStore("nothing-like-it://a")
 
@@ -340,10 +343,12 @@ def test_all_killed_in_the_middle_of_a_save_go_on_from_what_is_whole(tmp_path: P
         pytest.importorskip(needed)
     nodes = TwoNodes(tmp_path)
     try:
-        launchers = nodes.start(60)
-        nodes.wait_for(13)
+        launchers = nodes.start(90)
+        nodes.wait_for(10)
+        while "one/step-000010/meta.json" not in nodes.stored():
+            time.sleep(0.1)
         nodes.server.send_signal(signal.SIGSTOP)
-        nodes.wait_for(20)  # the save of step 20 is under way, or waits for that of step 10
+        nodes.wait_for(30)  # the save of step 20 or 30 is under way
         before = nodes.losses()
         for launcher in launchers:
             launcher.kill()
@@ -357,10 +362,10 @@ def test_all_killed_in_the_middle_of_a_save_go_on_from_what_is_whole(tmp_path: P
         for node in (0, 1):
             shutil.rmtree(tmp_path / f"cache-{node}" / "stores")
         time.sleep(3)
-        launchers = nodes.start(60, "--resume")
+        launchers = nodes.start(90, "--resume")
         assert [launcher.wait(timeout=300) for launcher in launchers] == [0, 0]
         after = nodes.losses()
-        assert len(after) == 60
+        assert len(after) == 90
         assert {step: loss for step, loss in before.items() if after[step] != loss} == {}
         assert "going on from s3://runs/one/step-0000" in (tmp_path / "log-0.txt").read_text()
     finally:

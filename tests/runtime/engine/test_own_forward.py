@@ -21,7 +21,7 @@ from meshwright.runtime.engine.engine import Engine
 from meshwright.runtime.tracing.replayed_stage import MicroBatch, RecordedStage
 from meshwright.runtime.tracing.tracer import Recorder
 from tests.limits import PATIENCE_S
-from tests.runtime.forward_ways import buffers, means, modes, published, values
+from tests.runtime.forward_ways import buffers, means, modes, published, published_modules, values
 from tests.runtime.forward_ways.way import LAYOUTS, STEPS, Net, Way, batch_of, squares
 from tests.runtime.ranks import on_ranks
 
@@ -31,6 +31,7 @@ WAYS: dict[str, dict[str, Way]] = {
     "buffers": buffers.WAYS,
     "means": means.WAYS,
     "published": published.WAYS,
+    "modules": published_modules.WAYS,
 }
 
 
@@ -165,6 +166,28 @@ def test_two_ranks_train_as_a_plain_loop_or_refuse(kind: str, layout: str) -> No
 @pytest.mark.parametrize("kind", WAYS)
 def test_all_ways_train_on_two_ranks_or_are_refused(kind: str, layout: str) -> None:
     check_two_ranks(kind, layout, every=1)
+
+
+WIDER: dict[str, tuple[int, dict[str, Any]]] = {
+    "tensor": (2, {"tensor": 2}),
+    "tensor x data": (4, {"tensor": 2, "zero": 3}),
+    "stages x data": (4, {"pipeline": 2, "micro_batches": 2, "zero": 2}),
+}
+
+
+def all_of(kind: str, layout: str) -> dict[str, Training]:
+    return {name: planned(kind, name, WIDER[layout][1]) for name in WAYS[kind]}
+
+
+@pytest.mark.ranks
+@pytest.mark.matrix
+@pytest.mark.parametrize("layout", WIDER)
+@pytest.mark.parametrize("kind", ["published", "modules"])
+def test_published_modules_train_on_wider_layouts_or_are_refused(kind: str, layout: str) -> None:
+    every = on_ranks(WIDER[layout][0], all_of, kind, layout, timeout_s=8 * PATIENCE_S)
+    for results in every:
+        for name, found in results.items():
+            check(found, kind, name, trains=not found.refusal)
 
 
 def replaced_parameter(layout: dict[str, Any]) -> str:

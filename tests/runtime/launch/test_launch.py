@@ -191,7 +191,7 @@ def test_text_that_is_trained_on_is_not_held_out(room: Room) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("tensorboard", True), ("wandb", "my-project"), ("opentelemetry", "http://x")],
+    [("tensorboard", True), ("wandb", "p"), ("mlflow", "e"), ("opentelemetry", "http://x")],
 )
 def test_a_logger_that_is_not_installed_is_refused(
     name: str, value: object, room: Room, monkeypatch: pytest.MonkeyPatch
@@ -394,6 +394,7 @@ def test_a_rank_that_hangs_ends_the_launch_when_the_time_is_over(room: Room) -> 
 
 
 @pytest.mark.ranks
+@pytest.mark.matrix  # in every run: test_one_node_faults.py
 def test_ranks_do_not_outlive_a_launcher_that_is_killed(room: Room) -> None:
     pytest.importorskip("torch")
     launcher = room.start(plan_of(data=2), steps=ENOUGH)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -604,3 +605,54 @@ def test_wandb_is_told_what_the_lines_say(
     assert first == again != other
     assert project.begun[0]["config"]["global_batch"] == plan(1).global_batch
     assert project.finished == 3
+
+
+class Experiment:
+    """What mlflow is for a run: it refuses parameters and metrics without a run that is open."""
+
+    def __init__(self) -> None:
+        self.runs: list[str] = []
+        self.open: str | None = None
+        self.rows: list[tuple[str, int, float]] = []
+        self.parameters: dict[str, dict[str, str]] = {}
+        self.name = ""
+
+    def set_experiment(self, name: str) -> None:
+        self.name = name
+
+    def start_run(self, *, run_id: str | None = None, run_name: str | None = None) -> Any:
+        assert self.open is None and (run_id is None) != (run_name is None)
+        assert run_id is None or run_id in self.runs
+        self.open = run_id or f"run-{len(self.runs)}"
+        self.runs += [] if run_id else [self.open]
+        return SimpleNamespace(info=SimpleNamespace(run_id=self.open))
+
+    def log_params(self, values: dict[str, str]) -> None:
+        assert self.open is not None and self.open not in self.parameters
+        self.parameters[self.open] = values
+
+    def log_metrics(self, values: dict[str, float], *, step: int) -> None:
+        assert self.open is not None
+        self.rows.append((self.open, step, values["loss"]))
+
+    def end_run(self) -> None:
+        self.open = None
+
+
+def test_mlflow_has_one_run_for_each_folder(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experiment = Experiment()
+    monkeypatch.setitem(sys.modules, "mlflow", experiment)
+
+    for folder, steps in (("out", 2), ("out", 2), ("other", 1)):
+        loop(Averaging(), corpus, tmp_path / folder, steps, mlflow="mine").run()
+
+    assert [(run, step) for run, step, _ in experiment.rows] == [
+        *[("run-0", 1), ("run-0", 2)] * 2,
+        ("run-1", 1),
+    ]
+    assert [loss for *_, loss in experiment.rows[:4]] == pytest.approx(losses(tmp_path / "out"))
+    assert experiment.name == "mine" and experiment.open is None
+    assert experiment.parameters["run-0"]["global_batch"] == str(plan(1).global_batch)
+    assert all(len(value) <= 250 for value in experiment.parameters["run-1"].values())

@@ -77,3 +77,35 @@ def test_averages_are_those_of_torch() -> None:
         averages = engine.state_dict()
     torch.testing.assert_close(averages, dict(expected.module.state_dict()))
     torch.testing.assert_close(engine.state_dict(), dict(plain.state_dict()))
+
+
+class Norms(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.last = nn.BatchNorm1d(3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.norm(x))
+        return out
+
+
+def warming(updates: int) -> float:
+    return min(DECAY, (1 + updates) / (10 + updates))
+
+
+def test_an_average_may_begin_with_first_weights_follow_a_schedule_and_have_buffers() -> None:
+    engine = Engine(Norms, loss=loss, optimizer=sgd, batch=batch_of(0))
+    average = engine.averaged(warming, initial=True, buffers=True)
+    beside = engine.averaged(0.5)
+    expected = {name: value.clone() for name, value in engine.state_dict().items()}
+    for step in range(3):
+        engine.step(batch_of(step))
+        for name, value in engine.state_dict().items():
+            floats = value.is_floating_point()
+            expected[name] = expected[name].lerp(value, 1 - warming(step)) if floats else value
+    now = engine.state_dict()
+    with average.applied():
+        torch.testing.assert_close(engine.state_dict(), expected)
+    torch.testing.assert_close(engine.state_dict(), now)
+    with beside.applied():
+        assert not torch.equal(engine.state_dict()["last.weight"], expected["last.weight"])

@@ -7,10 +7,18 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from meshwright.runtime.resilience.shared_memory import NodeSlots, Slots, StateSlot, slots_of_node
+from meshwright.runtime.resilience import shared_memory
+from meshwright.runtime.resilience.shared_memory import (
+    NodeSlots,
+    Slots,
+    StateSlot,
+    left_copies,
+    slots_of_node,
+)
 from tests.runtime.rooms import ROOT
 
 LABEL = {"step": 7, "parts": [["a", "float32"]]}
@@ -144,3 +152,28 @@ def test_a_label_that_grows_by_some_digits_does_not_map_a_slot_anew(
         slot.write({"used": 10**digits}, PIECES)
 
     assert slot._memory is mapped
+
+
+@pytest.mark.parametrize("newer", [True, False])
+def test_what_is_left_of_another_run_goes_once_that_run_has_come_further(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, newer: bool
+) -> None:
+    monkeypatch.setattr(shared_memory, "SHARED", tmp_path)
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    theirs.mkdir()
+    with Slots(theirs) as made:
+        seen(made.environment(1)).own[0][0].write(LABEL, PIECES)
+        made.stays = True  # as one that is killed
+    asked: list[tuple[int, Path]] = []
+
+    def is_newer(node: NodeSlots, folder: Path) -> bool:
+        label = node.own[0][0].label()
+        assert label is not None
+        asked.append((label["step"], folder))
+        return newer
+
+    with left_copies(ours, is_newer) as found:
+        assert found == []
+
+    assert asked == [(7, theirs)]
+    assert bool(list(tmp_path.glob("meshwright-*"))) == newer

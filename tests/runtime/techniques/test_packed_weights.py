@@ -128,6 +128,10 @@ ROWS: dict[str, tuple[str, FrozenWeights, dict[str, Any]]] = {
     "zbv": ("llama", "nf4", {"pipeline": 2, "schedule": "zbv", "virtual_stages": 2}),
     "context": ("llama", "fp8", {"context": 2}),
     "mixtral, tensor": ("mixtral", "nf4", {"tensor": 2}),
+    "experts": ("mixtral", "nf4", {"data_shard": 2, "zero": 1, "expert": 2}),
+    "experts, zero 3": (
+        "mixtral", "int8", {"data_shard": 2, "zero": 3, "expert": 2, "recompute": "full"}
+    ),
     "mixtral, mxfp4, selective": (
         "mixtral", "mxfp4", {"data_shard": 2, "zero": 3, "recompute": "selective"}
     ),
@@ -216,6 +220,8 @@ FOUR: dict[str, tuple[str, dict[str, Any]]] = {
     "hybrid": ("qwen3", {"data_shard": 2, "data_replicate": 2, "zero": 3}),
     "tensor, pipeline": ("llama", {"tensor": 2, "pipeline": 2}),
     "tensor, zero 3": ("mixtral", {"tensor": 2, "data_shard": 2, "zero": 3}),
+    "experts on two, zero 3": ("mixtral", {"data_shard": 4, "zero": 3, "expert": 2}),
+    "experts, pipeline": ("mixtral", {"data_shard": 2, "zero": 1, "pipeline": 2, "expert": 2}),
     "context, pipeline": ("qwen3", {"context": 2, "pipeline": 2}),
 }
 

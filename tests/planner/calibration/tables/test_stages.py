@@ -14,7 +14,7 @@ from meshwright.planner.calibration.tables.predictions import (
 )
 from meshwright.planner.calibration.tables.rows import setup_of
 from meshwright.planner.costs.predict import predict
-from meshwright.planner.costs.uncertainty import ASSUMED_SPREAD, EIGHT_BITS_GAIN
+from meshwright.planner.costs.uncertainty import ABOVE, BELOW, EIGHT_BITS_GAIN
 from meshwright.planner.documents.prediction import Prediction
 from meshwright.planner.requests.setup import Setup
 from tests.planner.calibration.tables.test_laws import row
@@ -49,7 +49,8 @@ def setup(**cells: str) -> Setup:
 
 def check_range(of_row: Prediction, of_plan: Prediction, run: Setup) -> None:
     """A row that leaves something open is as much less sure; its plan leaves nothing open."""
-    more = less = ASSUMED_SPREAD if run.assumed or run.recompute is None else 0.0
+    is_open = bool(run.assumed) or run.recompute is None
+    more, less = is_open * ABOVE.doubt, is_open * BELOW.doubt
     eight_bits = "fp8" in run.request.cluster.groups[0].accelerator.peak_flops
     if eight_bits and "precision bf16" in run.assumed:
         less += EIGHT_BITS_GAIN

@@ -1,0 +1,91 @@
+"""Copies become a checkpoint, also where another has written parts of it on a full disk."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from meshwright.planner.errors import DocumentError
+from meshwright.runtime.checkpoint import checkpoint
+from meshwright.runtime.data.sample_digest import SampleDigest
+from meshwright.runtime.resilience.shared_memory import CopyContext, NodeSlots, Slots, slots_of_node
+from meshwright.runtime.resilience.state_rescue import save_newest
+from tests.runtime.rooms import MODEL, plan_of
+
+PLAN = plan_of(data=2)
+
+
+def fill(node: NodeSlots, rank: int, step: int = 7) -> None:
+    """Have a rank's half of a tensor in its slot."""
+    values = np.full(4, float(rank), dtype="float32")
+    label = {
+        "step": step,
+        "sample": step * 8,
+        "used": SampleDigest.of_first(step * 8).model_dump(),
+        "identity": {
+            "model": MODEL.name,
+            "model_digest": MODEL.digest,
+            "corpus": "none",
+            "corpus_digest": "none",
+            "seq_len": 16,
+            "seed": 0,
+        },
+        "run": "ab12",
+        "epoch": 0,
+        "plan": PLAN.digest,
+        "loss": 1.0,
+        "epoch_of_data": 0,
+        "config": None,
+        "files": {f"own-{rank}.bin": "YWJj"},
+        "rank": rank,
+        "world": 2,
+        "behind": None,
+        "parts": [["model.a", "float32", [8], [4 * rank], [4], 0, 16]],
+    }
+    node.own[rank][0].write(label, [memoryview(values).cast("B")])
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda saved: cut(next(saved.glob(".step-*/plan.yaml"))),
+        lambda saved: cut(next(saved.glob(".step-*/own-0.bin"))),
+        lambda saved: next(saved.glob(".step-*/rank-00000.bin")).unlink(),
+        lambda saved: cut(next(saved.glob(".step-*.parts/meta.json"))),
+        lambda saved: cut(next(saved.glob(".step-*.parts/part-00000.json"))),
+    ],
+)
+def test_parts_that_another_left_damaged_are_written_again(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    saved = tmp_path / "saved"
+    contexts = {PLAN.digest: CopyContext(plan=PLAN, model=MODEL)}
+    with Slots() as slots:
+        node = slots_of_node(slots.environment(2))
+        assert node is not None
+        fill(node, 0)
+        assert save_newest(node, contexts, saved, say=print) == (None, None)
+        damage(saved)
+        fill(node, 1)
+
+        done, problem = save_newest(node, contexts, saved, say=print)
+
+    assert problem is None
+    assert done == saved / "step-000007"
+    assert checkpoint.verify(done) is None
+
+
+def test_an_error_of_a_document_goes_to_other_processes_as_it_is() -> None:
+    error = DocumentError("a.b", "is wrong", file="plan.yaml")
+    for other in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert str(other) == "plan.yaml: a.b: is wrong"
+        assert (other.path, other.message, other.file) == ("a.b", "is wrong", "plan.yaml")
