@@ -354,7 +354,7 @@ def _take_whole_of_other_meshes(
     """Make whole what other ranks divide than those of the parameter that it is loaded into."""
     for name, parameter in module._parameters.items():
         value = state.get(prefix + name)
-        if not isinstance(value, DTensor) or not isinstance(parameter, DTensor):
+        if not (isinstance(value, DTensor) and isinstance(parameter, DTensor)):
             continue
         if value.device_mesh != parameter.device_mesh:
             state[prefix + name] = value.full_tensor()
