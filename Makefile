@@ -31,7 +31,6 @@ oldest: $(OLDEST)/installed  ## run the tests of the runtime that torch's versio
 
 matrix: .venv/installed  ## train under every mesh of 2, 4 and 8 ranks, compared with one process and with transformers; pages in Chromium; writes docs/results/equality.md, and goes on where it stopped
 	if command -v npm > /dev/null; then npm install --prefix benchmarks/page_check --no-audit --no-fund; fi
-	$(BIN)/python -m pip install $(QUIETLY) --group stores
 	$(BIN)/python -m pytest -q -m matrix
 
 check: .venv/installed  ## what CI asks for: format, lint, types, tests

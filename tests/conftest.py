@@ -37,8 +37,8 @@ def pytest_collection() -> Generator[None, Any, Any]:
 def pytest_collect_file(
     file_path: Path,
 ) -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
-    """Look for no doctests in `test_*.py`, which have none: that took two seconds."""
-    of_tests = file_path.name.startswith("test_")
+    """Look for no doctests in `test_*.py`, which have none, and in scripts that train."""
+    of_tests = file_path.name.startswith("test_") or "scripts" in file_path.parts
     return [one for one in (yield) if not (of_tests and isinstance(one, DoctestModule))]
 
 

@@ -200,7 +200,9 @@ class HostSpeed(Part):
     launch_s: Rate
     """Seconds of an operation on a few numbers, started from Python."""
     provenance: Provenance = "quoted"
+    """Origin of both figures: `measured` on this host, or `quoted`."""
     source: Text = ""
+    """Program and date of the measurement."""
 
     @field_validator("call_s", "launch_s")
     @classmethod

@@ -118,7 +118,7 @@ def test_work_on_one_stream_waits_for_what_it_needs_of_another(
 ) -> None:
     assert {name: row["races"] for name, row in walked.items() if row["races"]} == {}
     # Offload is copies between streams: nothing would be held if there were none.
-    assert walked["offloaded activations"]["crossings"] > 500
+    assert walked["offloaded activations"]["crossings"] > 300
 
 
 def test_the_host_waits_for_a_step_only_at_its_ends(walked: dict[str, dict[str, Any]]) -> None:

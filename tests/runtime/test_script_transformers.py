@@ -58,9 +58,22 @@ def test_models_of_transformers_train_like_a_plain_loop(rows: list[tuple[str, in
 ROOT = Path(__file__).parents[2]
 
 
+PAGES = {
+    "bert": ("encoders", "BERT"),
+    "vit": ("encoders", "ViT"),
+    "t5": ("encoder-decoders", "T5"),
+    "whisper": ("encoder-decoders", "Whisper"),
+    "mamba2": ("mamba2", ""),
+}
+"""The page of each model and the beginning of its section; a page of one model is its section."""
+
+
 def blocks(name: str, language: str) -> list[str]:
-    page = (ROOT / "docs" / "how-to" / f"train-{name}.md").read_text()
-    return re.findall(rf"^```{language}\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
+    page, title = PAGES[name]
+    text = (ROOT / "docs" / "how-to" / f"train-{page}.md").read_text()
+    if title:
+        (text,) = [part for part in text.split("\n## ") if part.startswith(title)]
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", MODELS)

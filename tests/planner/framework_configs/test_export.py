@@ -284,8 +284,10 @@ def test_optimizers_without_a_word_are_refused_by_name() -> None:
 
     told = yaml.safe_load(configuration(plan, MODEL, "torchtune"))
     assert told["optimizer"]["_component_"] == "bitsandbytes.optim.PagedAdamW8bit"
-    arguments = yaml.safe_load(configuration(plan, MODEL, "transformers"))
+    arguments = yaml.safe_load(configuration(plan, MODEL, "trl"))
     assert arguments["optim"] == "paged_adamw_8bit"
+    with pytest.raises(DocumentError, match="which the script loads"):
+        configuration(plan, MODEL, "transformers")
     for to in ("deepspeed", "accelerate", "fsdp", "megatron"):
         with pytest.raises(DocumentError, match="adamw-8bit-paged"):
             configuration(plan, MODEL, to, CLUSTER)

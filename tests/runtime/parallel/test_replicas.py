@@ -133,7 +133,7 @@ def test_a_gradient_lies_in_memory_as_its_weight_does() -> None:
     results = []
     for fused in (True, False):
         weights = [nn.Parameter(torch.zeros(5)), nn.Parameter(first.clone())]
-        bucket = replicas._Bucket(weights, group=None)  # type: ignore[arg-type]
+        bucket = replicas._Bucket(weights, group=None, dtype=torch.float32)  # type: ignore[arg-type]
         for index, (weight, grad) in enumerate(zip(weights, grads, strict=True)):
             weight.grad = grad.clone()
             bucket.adopt_gradient(index)
