@@ -45,7 +45,7 @@ class Settled:
 
 
 Known = dict[tuple[int, tuple[tuple[int, int], ...]], Settled]
-"""What is known exactly, by stage and content (kind, number of layers), kinds rising."""
+"""Exact results, by stage and content (kind, number of layers), kinds rising."""
 
 
 class StepTable:

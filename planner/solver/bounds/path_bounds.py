@@ -31,7 +31,7 @@ from meshwright.planner.solver.partition_problem import Instance, Option, StageL
 Floats = NDArray[np.float64]
 
 CEILINGS = 16
-"""How many limits on the slowest stage are distinguished; the last one stands for all above it."""
+"""Number of distinct limits on the slowest stage; the last one stands for all above it."""
 
 _MOST_WAYS = 400
 """In which whole layers may choose their options."""

@@ -115,7 +115,7 @@ class Search:
         return balanced_s / rate + longest_s + exposed_s + 2 * self._most_cut_s
 
     def _reach_under(self, ceiling_s: float) -> Reach:
-        """What stages may hold; runs of a chain are no longer than a ceiling that is enough.
+        """Return what stages may hold; a ceiling that is enough limits the runs of a chain.
 
         The least ceiling is exact if it is no higher.
         """
