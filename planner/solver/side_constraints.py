@@ -38,7 +38,7 @@ class SideConstraint:
     stages: tuple[int, ...] = ()
     at_most: int | None = None
     options: tuple[str, ...] = ()
-    """By name."""
+    """Names of the options that the layers may have."""
 
     def __str__(self) -> str:
         """Say what it asks for.

@@ -34,7 +34,7 @@ CEILINGS = 16
 """Number of distinct limits on the slowest stage; the last one stands for all above it."""
 
 _MOST_WAYS = 400
-"""In which whole layers may choose their options."""
+"""Most ways in which whole layers may choose their options."""
 
 # A bound may not be above what it bounds.
 _BELOW = 1.0 - SETTLED

@@ -77,7 +77,7 @@ class Search:
         self._knapsacks = [Knapsacks(device_type.chain, store) for device_type in problem.types]
         self._known: list[Known] = [{} for _ in problem.types]
         self._loose_s = math.inf
-        """What splits under the last ceiling take at least, if some are not known exactly."""
+        """Least seconds of splits under the last ceiling, if some are not known exactly."""
         chain, exposed_s = (
             self._chain,
             np.min([knapsack.exposed_s for knapsack in self._knapsacks], axis=0),
