@@ -145,7 +145,7 @@ class MemoryBounds:
         )
         self._recompute = recompute
         self._host_bytes: float | None = None
-        """Bytes that a rank may put on its host; None if no layers can be there or none are stated."""
+        """Bytes that a rank may put on its host; None without offload, or where none are stated."""
         if "offload" in tables.activations:
             self._host_bytes = host_room_bytes(
                 tables.cluster.groups[0], tables.request.framework.offload.host_share
