@@ -25,7 +25,7 @@ MOST_TOP = 1_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobOptions:
-    """What is trained, and how; None takes the default that suits model and devices."""
+    """Options of the training job; None takes the default that suits model and devices."""
 
     seq_len: int | None = None
     """Tokens of a sample."""

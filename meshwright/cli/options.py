@@ -207,7 +207,7 @@ STEP_OPTIONS = {
     for name, option in JOB_OPTIONS.items()
     if name not in ("seq_len", "global_batch", "precision")
 }
-"""Those that say what a step does."""
+"""Options of the job that say what a step does."""
 PLAN_OPTIONS: dict[str, tuple[Any, Any]] = {
     **JOB_OPTIONS,
     "profile": (ProfileOption, None),

@@ -138,7 +138,7 @@ def _training_arguments(wanted: FrameworkPlan) -> dict[str, Any]:
 
 
 def trains_working(wanted: FrameworkPlan) -> bool:
-    """Whether FSDP would make fp32 weights of those that are trained in 16 bits."""
+    """Return whether FSDP would turn weights that are trained in 16 bits into fp32."""
     return wanted.plan.training.master_weights == "none" and wanted.plan.zero > 0
 
 

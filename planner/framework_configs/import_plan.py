@@ -129,7 +129,7 @@ OBJECTIVES = {
     **dict.fromkeys(("reward", "reward_modeling", "reward_trainer", "run_reward"), "reward"),
     **dict.fromkeys(("grpo", "grpo_trainer", "run_grpo"), "grpo"),
 }
-"""What commands and scripts of TRL learn, by their names."""
+"""Training objectives of TRL's commands and scripts, by their names."""
 
 
 def _other_stages(words: Sequence[str]) -> list[str]:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from meshwright.planner.search.plan_candidate import Ranked
 
 TIES_NODES = 5_000
-"""Of the integer program on one layout, where hosts or requirements tie stages together; what it
-leaves unproven the certificate says."""
+"""Nodes of the integer program on one layout, where hosts or requirements tie stages together; the
+certificate says what it leaves unproven."""
 
 Progress = Callable[[int, int], None]
 
@@ -52,7 +52,7 @@ class Answer:
     top: tuple[Ranked, ...]
     """The best plan of each kind, fastest first; the first is `plan`."""
     finalists: tuple[Ranked, ...] = ()
-    """Those that were simulated, the fastest first."""
+    """Plans that were simulated, the fastest first."""
     choices: tuple[Alternative, ...] = ()
     """The plan beside the fastest and the usual ones (planner.search.plan_preference)."""
     closed_form: Ranked
@@ -60,10 +60,10 @@ class Answer:
     closed_form_bound_s: float
     """No configuration takes less in the closed form."""
     solved: int
-    """How many partition problems were solved."""
+    """Number of partition problems that were solved."""
     candidates: tuple[Candidates, ...] = field(default=(), repr=False, compare=False)
-    """What was searched, one for each way that all blocks recompute; other searches of the request
-    can go on from there."""
+    """Candidates of the search, one for each way that all blocks recompute; other searches of the
+    request can go on from there."""
 
     def _repr_html_(self) -> str:
         """Return the answer as notebooks show it: the plan beside the usual ones."""

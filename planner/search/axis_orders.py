@@ -20,7 +20,7 @@ Spans = tuple[tuple[int, ...], ...]
 
 @lru_cache(maxsize=1 << 16)
 def _reach(tiers: tuple[int, ...], degree: int, stride: int) -> tuple[int, ...]:
-    """[tier] How many ranks of an axis lie within one unit."""
+    """[tier] Number of ranks of an axis within one unit."""
     return tuple(inside_unit(tier, degree, stride) for tier in tiers)
 
 
@@ -53,7 +53,7 @@ def distinct_orders(
     reach = max(narrow, default=0)
     result: dict[Spans, tuple[Axis, ...]] = {}
     alone = _reach(narrow, 1, 1)
-    """Of an axis that is not divided, wherever it lies."""
+    """Reach of an axis that is not divided, wherever it lies."""
 
     def extend(inner: list[int], strides: list[tuple[int, ...]], stride: int) -> None:
         """Try every axis as the next one out.  Beyond all tiers the order makes no difference."""

@@ -60,15 +60,15 @@ FEW_FAMILIES = 750
 MOST_LIKELY = 16
 """Parts among which the one is looked for that is likely to be the fastest."""
 BOUNDED = Effort(likely=0, tried=0, solved=4, programs=0)
-"""What bounds of a part's configurations may take."""
+"""Effort for bounds of a part's configurations."""
 SOLVED, PROGRAMS = 4, 1
-"""Of the usual effort, what a part gets beside a plan that is known: whether it is faster matters
-more than by how little it is not."""
+"""Limits of a part's effort beside a plan that is known, fewer than usual: whether it is faster
+matters more than by how little it is not."""
 MOST_FEWER = 60
 """Over the devices of a cluster: parts with some devices of several groups of which plans are
 looked for."""
 QUICK = replace(BESIDE, likely=0, tried=0)
-"""What looking for a plan of a part may take."""
+"""Effort for looking for a plan of a part."""
 ANY_S = sys.float_info.max
 """Slower than any plan: a search below it ends without the diagnosis of why nothing fits."""
 
@@ -89,7 +89,7 @@ class ClusterPart:
 
     @property
     def is_set(self) -> bool:
-        """Whether it keeps several groups and leaves others out."""
+        """True if it keeps several groups and leaves others out."""
         return len(self.kept) > 1
 
 
@@ -99,12 +99,12 @@ class PartAnswer:
 
     part: ClusterPart
     fastest: Answer
-    """By its fastest plan."""
+    """Answer with the part's fastest plan."""
     answer: Answer
 
 
 def has_parts(request: Request) -> bool:
-    """Whether some of the cluster's devices may stay idle."""
+    """Return whether some of the cluster's devices may stay idle."""
     groups = request.cluster.groups
     return len(groups) > 1 or (groups[0].devices > 1 and groups[0].accelerator.kind != "cpu")
 
@@ -229,33 +229,33 @@ def search_parts(
 
 @dataclass(slots=True, kw_only=True)
 class _PartSearch:
-    """What is known of the parts that were looked at."""
+    """Results of the parts that were looked at."""
 
     prefer: Prefer | None
     effort: Effort
     store: FigureStore
     links: tuple[LinkTier, ...]
-    """Of the whole cluster."""
+    """Link tiers of the whole cluster."""
     most_s: float
-    """What no plan may take."""
+    """Seconds of a step that every plan must stay below."""
     best: PartAnswer | None = None
     whole: PartAnswer | None = None
     bounds_s: list[float] = field(default_factory=list)
-    """Of each part, what no plan of it takes less than."""
+    """Lower bounds in seconds of a step, one for each part."""
     whole_s: float = 0.0
-    """Of all devices."""
+    """Lower bound in seconds of a step of plans on all devices."""
     families: int = 0
-    """Of the parts that were looked at."""
+    """Configuration groups of the parts that were looked at."""
     unproven: int = 0
     """Parts that were not looked at to the end."""
     fewer: int = 0
     """Parts with some devices of several groups of which plans were looked for."""
     _spaces: dict[str, list[Candidates]] = field(default_factory=dict)
-    """[cluster] Of a part, what may be faster than the best plan that was known."""
+    """[cluster] Candidates of a part that may be faster than the best plan that was known."""
 
     @property
     def limit_s(self) -> float:
-        """What is at least this is no faster than the best answer."""
+        """Seconds of a step from which on a plan is no faster than the best answer."""
         best = self.best
         return self.most_s if best is None else best.answer.prediction.step_time_s * (1 - EQUAL)
 
@@ -306,7 +306,7 @@ class _PartSearch:
 
     @property
     def is_spent(self) -> bool:
-        """Whether enough of the parts was looked at; where nothing fits, studies look at few."""
+        """True if enough of the parts was looked at; where nothing fits, studies look at few."""
         few = self.best is None and self.prefer is None
         return self.families >= (FEW_FAMILIES if few else MOST_FAMILIES)
 

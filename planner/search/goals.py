@@ -39,7 +39,7 @@ class Proven(Protocol):
 
     @property
     def optimal(self) -> bool:
-        """Whether no other split of its layout takes less."""
+        """True if no other split of its layout takes less time."""
 
 
 S = TypeVar("S", bound=Proven)
@@ -66,29 +66,29 @@ class ClosedFormGoal(SearchGoal):
     def __init__(self, *, top: int = 1, below_s: float = math.inf) -> None:
         self.solved = 0
         self.found: list[tuple[SearchSpace, SplitSolution[Any]]] = []
-        """What was solved, each with its space."""
+        """Solved splits, each with its space."""
         self._top, self._below_s = top, below_s
         self._best: dict[tuple[int, ...], SplitSolution[Any]] = {}
         self._open_s = math.inf
-        """What layouts may still hide that were not solved to the end."""
+        """Lower bound in seconds of layouts that were not solved to the end."""
         self._last: SplitSolution[Any] | None = None
         """The last of the `top` best, if there are as many."""
 
     def exceeds(self, bound_s: float) -> bool:
-        """Whether no layout with at least this bound can be among the best."""
+        """Return whether no layout with at least this bound can be among the best."""
         last = self._last
         if bound_s >= self._below_s or bound_s == math.inf:
             return True
         return last is not None and bound_s > last.objective_s * (1 + EQUAL)
 
     def drops(self, bound_s: float, space: SearchSpace) -> bool:
-        """Whether what has a bound need not be kept, not even for what is near the optimum."""
+        """Return whether what has a bound can go, even where plans near the optimum are kept."""
         if space.keeps_ties:
             return bound_s >= self._below_s or bound_s == math.inf
         return self.exceeds(bound_s)
 
     def accepts(self, entry: QueueEntry) -> bool:
-        """Whether an entry can beat what it has to beat, or tie and be simpler."""
+        """Return whether an entry can beat what it has to beat, or tie with it and be simpler."""
         layout = entry.layout
         rival = self._rival(entry.space, layout)
         if rival is None or entry.bound_s < rival.objective_s * (1 - EQUAL):
@@ -162,11 +162,11 @@ class NearOptimumGoal(SearchGoal):
         self._tried: Counter[SearchSpace] = Counter()
 
     def exceeds(self, bound_s: float) -> bool:
-        """Whether nothing with at least this bound is of interest."""
+        """Return whether nothing with at least this bound is of interest."""
         return bound_s > self._limit_s
 
     def accepts(self, entry: QueueEntry) -> bool:
-        """Whether another layout of a space may be solved."""
+        """Return whether another layout of the entry's space may be solved."""
         return self._tried[entry.space] < self._most
 
     def complete(self, entry: QueueEntry) -> Pruned | None:
@@ -191,13 +191,13 @@ class SimulatedStepGoal(SearchGoal):
     ) -> None:
         self.best = best
         self.effort = effort
-        """What may be taken now."""
+        """Effort that may be taken now."""
         self.found: list[tuple[Any, Ranked]] = []
         """Plans that fit, each with the space that simulated it."""
         self.blocked = False
-        """Whether the lowest entry may not be bounded further."""
+        """True if the lowest entry may not be bounded further."""
         self.closed = False
-        """Whether the gap is as small as it is asked to be."""
+        """True if the gap is as small as it is asked to be."""
         self._efforts = effort.further or effort, effort
         self._gap_progress = gap_progress
 
@@ -208,15 +208,15 @@ class SimulatedStepGoal(SearchGoal):
 
     @property
     def limit_s(self) -> float:
-        """What is at least this does not beat the best."""
+        """Seconds of a step from which on a plan does not beat the best one."""
         return self.step_s * (1 - EQUAL)
 
     def exceeds(self, bound_s: float) -> bool:
-        """Whether nothing with at least this bound is of interest."""
+        """Return whether nothing with at least this bound is of interest."""
         return bound_s >= self.limit_s
 
     def accepts(self, entry: QueueEntry) -> bool:
-        """Whether an entry may be faster than the best."""
+        """Return whether an entry may be faster than the best."""
         return entry.bound_s < self.limit_s
 
     def lowest(self, entry: QueueEntry) -> None:

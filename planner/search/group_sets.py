@@ -27,9 +27,9 @@ from meshwright.planner.requests.request import Request
 from meshwright.planner.search.bounds.device_counts import LeastSteps, Seconds
 
 MOST_GROUPS = 6
-"""Of more groups only single ones and all but one are looked at."""
+"""Most groups of which all sets are looked at; of more, only single groups and all but one."""
 MOST_SHAPES = 100_000
-"""Of some devices of each group of a set; of more only whole nodes are looked at."""
+"""Most choices of devices of each group of a set; of more, only whole nodes are looked at."""
 
 
 class GroupShapes(NamedTuple):

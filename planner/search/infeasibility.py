@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from meshwright.planner.search.plan_candidate import Ranked
 
 LOOKED_AT = 8
-"""Of the layouts with the least bytes, the number that is solved."""
+"""Number of the layouts with the least bytes that are solved."""
 TRIED = 32
 """The same of a changed request; as few of graphs and of devices that differ, which take longer."""
 MOST_MEMORY = 1024.0
-"""How many times the devices' memory is tried."""
+"""Largest multiple of the devices' memory that is tried."""
 HAIR = 1e-3
 """The least memory is found to this share of it."""
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 ELEMENT_BYTES = 2
 TRACED_BYTES = 4
-"""Of an element of what was traced."""
+"""Bytes of an element of what was traced."""
 
 
 def largest_micro_batch(request: Request, sharing_ranks: int) -> int:

@@ -48,7 +48,7 @@ def in_bf16(layout: Layout) -> Layout | None:
 
 
 def reaches_host(cluster: ClusterSpec) -> bool:
-    """Whether states and activations may lie on hosts: all devices are linked to theirs."""
+    """Return whether states and activations may lie on hosts: all devices are linked to theirs."""
     return all(
         group.host_link_bytes_per_s is not None and group.accelerator.kind != "cpu"
         for group in cluster.groups

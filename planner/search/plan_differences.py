@@ -42,7 +42,7 @@ class Change:
     prediction: Prediction
     """With this change and those before it."""
     saved_s: float
-    """Of a step; less than 0 where others need it first."""
+    """Seconds of a step that it saves; less than 0 where others need it first."""
 
 
 @dataclass(frozen=True, slots=True)

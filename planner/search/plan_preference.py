@@ -44,7 +44,7 @@ NEAR = 0.015
 MOST_ALONE = 3
 """Devices that cannot be divided twice."""
 AXES = ("tensor", "context", "expert", "pipeline")
-"""What a layout may have beside data parallelism."""
+"""Axes that a layout may have beside data parallelism."""
 NOTABLE = 0.005
 """Share of the fastest step from which a cause of more seconds is named."""
 BESIDE = Effort(
@@ -57,7 +57,7 @@ BESIDE = Effort(
     solved=0,
     programs=0,
 )
-"""What plans beside the answer may take in simulated time: of them nothing is proven."""
+"""Effort in simulated time for plans beside the answer: nothing is proven of them."""
 LARGE_S = 1e30
 """Longer than any step; a search that may not take longer does not look for a closest miss."""
 
@@ -185,7 +185,7 @@ def faster_by_options(request: Request, plan: Plan, prediction: Prediction) -> I
 
 
 MUCH_FASTER = 2.0
-"""How many times as fast another framework is whose name is worth a note."""
+"""Ratio of step times above which a faster framework is worth a note."""
 OTHER_FRAMEWORK = "megatron"
 """The framework whose kernels most models have: what the own runtime's modules are held against."""
 
@@ -221,7 +221,7 @@ TENSOR_PIPELINE = "tensor + pipeline"
 
 
 def _quick(request: Request) -> bool:
-    """Whether a search with some choices fixed takes a fraction of the search."""
+    """Return whether a search with some choices fixed takes a fraction of the full search."""
     model = request.model
     return not (request.cluster.is_mixed or model.edges) and run_of(model) is not None
 
@@ -299,7 +299,7 @@ def _best(
 
 
 def _open(pins: Pins, wanted: dict[str, int] | dict[str, int | str]) -> bool:
-    """Whether the user has pinned nothing else."""
+    """Return whether the user has pinned none of these to another value."""
     return all(getattr(pins, name) in (None, value) for name, value in wanted.items())
 
 

@@ -70,7 +70,7 @@ UNSEARCHED = (
     "tokens handed on among other ranks than links are fastest for",
 )
 LEFT_OUT = f"{', '.join(UNSEARCHED)}, and what --allow would add"
-"""What `meshwright predict` prices and no search of the native framework looks at unasked."""
+"""Choices that `meshwright predict` prices and no native search looks at unasked."""
 LEFT_OUT_OF_PARTS = LEFT_OUT.removeprefix(f"{UNSEARCHED[0]}, ")
 """The same where all parts of a cluster are looked at."""
 LEFT_OUT_OF_SOME = f"other parts of the cluster, {LEFT_OUT_OF_PARTS}"
@@ -79,7 +79,7 @@ LEFT_OUT_OF_SOME = f"other parts of the cluster, {LEFT_OUT_OF_PARTS}"
 
 @dataclass(slots=True)
 class PruningStatistics:
-    """What became of configurations, by outcome."""
+    """Numbers of configurations, by outcome."""
 
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(OUTCOMES, 0))
     framework: str = "native"

@@ -17,12 +17,12 @@ GOAL = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How far a proof is followed."""
+    """Limits of the work on a proof."""
 
     likely: int = 48
     """Layouts that are estimated, to find those that are likely to be the fastest."""
     tried: int = 10
-    """Of them, those that are solved and simulated."""
+    """Layouts among them that are solved and simulated."""
     families: int = 1_500
     """Configuration groups and parts that are bounded."""
     memory_stages: int = 4_000
@@ -36,23 +36,23 @@ class Effort:
     programs: int = 12
     """Layouts whose programs are."""
     ways: int = 1_500
-    """In which the layers of a rank may recompute, where a program is tried."""
+    """Ways in which the layers of a rank may recompute, where a program is tried."""
     actions: int = 2_500
-    """Of a step whose program is tried."""
+    """Most actions of a step whose program is tried."""
     nodes: int = 50
-    """Of the tree of one program."""
+    """Most nodes of the tree of one program."""
     columns: int = 1_000
-    """Of a program that is tried: the relaxation of a larger one may take minutes."""
+    """Most columns of a program that is tried: the relaxation of a larger one may take minutes."""
     iterations: int = 2_000
-    """Of the simplex algorithm, about 0.3 ms each, in all rounds of one program."""
+    """Iterations of the simplex algorithm, about 0.3 ms each, in all rounds of one program."""
     gap: float = 0.0
     """At which the proof ends."""
     further: Effort | None = None
-    """What it may take while the gap is above `GOAL`."""
+    """Effort that it may take while the gap is above `GOAL`."""
 
 
 NEAR = 0.05
-"""How far the estimate of a layout is above what it simulates at most, relatively."""
+"""Largest relative excess of a layout's estimate over its simulated step."""
 USUAL = Effort(
     further=Effort(
         families=6_000,
@@ -89,7 +89,7 @@ FULL = Effort(
     columns=1 << 30,
     iterations=10_000,
 )
-"""Of a proof that the user asks for: minutes at most."""
+"""Effort of a proof that the user asks for: minutes at most."""
 
 
 def effort_to(gap: float | None) -> Effort:
@@ -102,7 +102,7 @@ MOST_PAIRS = 10_000_000
 MOST_STEPS = 100_000
 """Pairs of them for every position, where each layout is bounded within memory."""
 PROGRAMS, MOVES = 160, 40
-"""Of graphs with more downsets: bounds of cuts, and moves of them, that all layouts share."""
+"""Bounds of cuts, and moves of them, that all layouts of graphs with more downsets share."""
 WAYS, MOST_WAYS = 4_000, 1_000
 """Ways through downsets that are worked out exactly for all layouts, and for one."""
 

@@ -58,7 +58,7 @@ class LayoutBatch:
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """Number of layouts."""
         return len(self.all)
 
     def layouts(self) -> Iterable[Layout]:
@@ -75,15 +75,15 @@ Item = Any
 Bound = Callable[[Layout], float | Pruned]
 """Least seconds of a layout, inf if it does not fit; or why it need not be looked at."""
 Next = tuple[float, int, Item]
-"""What takes the place of an entry: a bound, the level that is reached, a group or a layout."""
+"""Replacement of an entry: its bound, the level that it has reached, a group or a layout."""
 
 
 class QueueEntry(NamedTuple):
-    """What waits; a group comes before layouts of the same bound, then the simplest."""
+    """Waiting entry; a group comes before layouts of the same bound, then the simplest."""
 
     bound_s: float
     complexity: tuple[int, ...]
-    """Of a layout; a group has none."""
+    """Complexity of a layout; empty for a group."""
     number: int
     """Tells equals apart."""
     level: int
@@ -98,7 +98,7 @@ class QueueEntry(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many layouts there are."""
+        """Number of layouts."""
         return 1 if isinstance(self.item, Layout) else int(self.item.size)
 
 
@@ -110,7 +110,7 @@ class SearchSpace(ABC):
     """
 
     keeps_ties = True
-    """Whether layouts that tie, or are the best of their kind, are wanted as finalists too."""
+    """True if layouts that tie, or are the best of their kind, are wanted as finalists too."""
     groups = 1
     """Levels of groups; the next is that of layouts with the bound of their group."""
 
@@ -147,7 +147,7 @@ class SearchSpace(ABC):
 
     @property
     def levels(self) -> Sequence[str]:
-        """What excludes entries at each level."""
+        """Names of the bounds that exclude entries at each level."""
         names = [name for name, _ in self.bounds]
         return (*names[:1] * self.groups, *names)
 
@@ -156,7 +156,7 @@ class SearchSpace(ABC):
         return 1
 
     def may_refine(self, _: int) -> bool:
-        """Whether an entry of a level may get another bound."""
+        """Return whether an entry of a level may get another bound."""
         return True
 
     def advance(self, level: int, some: Sequence[QueueEntry]) -> Iterable[Next | Pruned | None]:
@@ -193,27 +193,27 @@ class SearchSpace(ABC):
         return Pruned(DOMINATED) if self.repeats(layout) else None
 
     def repeats(self, _: Layout) -> bool:
-        """Whether another layout of the space does the same."""
+        """Return whether another layout of the space does the same."""
         return False
 
     def fits(self, layout: Layout) -> bool:
-        """Whether a layout has a split that fits."""
+        """Return whether a layout has a split that fits."""
         return not isinstance(self.solve(layout, math.inf), Pruned)
 
 
 class SearchGoal(ABC):
-    """What a search looks for."""
+    """Goal of a search: it tells which bounds and entries are of interest."""
 
     @abstractmethod
     def exceeds(self, bound_s: float) -> bool:
-        """Whether nothing with at least this bound is of interest."""
+        """Return whether nothing with at least this bound is of interest."""
 
     @abstractmethod
     def accepts(self, entry: QueueEntry) -> bool:
-        """Whether an entry is of interest."""
+        """Return whether an entry is of interest."""
 
     def drops(self, bound_s: float, _: SearchSpace) -> bool:
-        """Whether what has a bound in a space need not be kept."""
+        """Return whether entries of a space with this bound need not be kept."""
         return self.exceeds(bound_s)
 
     def complete(self, _: QueueEntry) -> Pruned | None:
@@ -225,7 +225,7 @@ class SearchGoal(ABC):
 
 
 class Queue:
-    """What waits of some spaces, and what became of the rest."""
+    """Waiting entries of some spaces, and an account of the rest."""
 
     def __init__(
         self,

@@ -18,11 +18,11 @@ from meshwright.planner.requests.request import Request
 from meshwright.planner.search.space import Degrees, every_degrees, layouts, micro_batches
 
 LAYOUTS_LOOKED_AT = 4096
-"""Of the layouts that there are without a pin, for the values that they have."""
+"""Most layouts without a pin that are looked at, for the values that they have."""
 FACTORS = (2, 4, 8, 16)
-"""Of more devices or a shorter sequence: how far a way out is looked for."""
+"""Factors of more devices or a shorter sequence at which a way out is looked for."""
 MORE: tuple[Allowance, ...] = ("offload", "compress")
-"""What may be allowed, so that layers hold less."""
+"""Choices that may be allowed so that layers hold less."""
 
 
 Fitting = Callable[[Request], Layout | None]

@@ -52,14 +52,14 @@ if TYPE_CHECKING:
     from meshwright.planner.solver.graph_instance import GraphEffort
 
 MARGIN = 0.03
-"""Of graphs and of devices that differ, plans so far beyond the optimum of the closed form are
-simulated too, relatively."""
+"""Relative distance from the optimum of the closed form within which plans of graphs, and of
+devices that differ, are simulated too."""
 MOST_ALONE = 3
-"""Of them, partition problems of each space that are solved beside the optimum's."""
+"""Partition problems of each space, among these, that are solved beside the optimum's."""
 MOST_LISTED = 8
 """Plans that were simulated and are listed."""
 TRIED_NODES = 200
-"""Of the integer program of one layout's hosts where any split of a graph will do."""
+"""Nodes of the integer program of one layout's hosts where any split of a graph will do."""
 SOLVERS = ("exact", "ilp")
 
 
@@ -163,7 +163,7 @@ def search(
 
 
 class _Proof:
-    """What was simulated, and what no plan simulates below."""
+    """Plans that were simulated, and the least seconds that any plan simulates."""
 
     def __init__(
         self, request: Request, goal: SimulatedStepGoal, queue: Queue, start: Sequence[Ranked]

@@ -68,16 +68,16 @@ class Timetable(NamedTuple):
 
 
 LOSSES = (None, *(ChunkedLoss(gradients=name) for name in get_args(LossGradients)))
-"""Of all logits, or in chunks; what needs less machinery comes first."""
+"""Ways to compute the loss, of all logits or in chunks; the one with less machinery comes first."""
 FROZEN_LOSSES = (None, ChunkedLoss(gradients="recomputed"))
-"""Where the output projection has no gradient."""
+"""Ways to compute the loss where the output projection has no gradient."""
 COMPILED_KERNELS = 13
-"""Of a block's forward: those of Llama's (docs/results/runtime-speed.md)."""
+"""Kernels of a block's compiled forward: those of Llama's (docs/results/runtime-speed.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Degrees:
-    """How many ranks each axis has; replicate and shard are distinguished later."""
+    """Number of ranks on each axis; replicate and shard are distinguished later."""
 
     tensor: int
     context: int
@@ -125,20 +125,20 @@ class LayoutFamily:
     timetables: tuple[Timetable, ...]
     savings: tuple[Saving, ...] = (Saving(),)
     place: axis_orders.Spans = ()
-    """How far tensor and context groups reach within each tier."""
+    """Reach of tensor and context groups within each tier."""
     sequence_parallel: bool = True
     losses: tuple[ChunkedLoss | None, ...] = (None,)
     compile: Compile = "none"
     tensor_overlap: TensorOverlap = "none"
     scales: Scales = "tensorwise"
     weight_gather_dtype: WeightGatherDtype = "full"
-    """Of layouts that gather weights in each pass."""
+    """Number format of gathered weights, of layouts that gather them in each pass."""
     dispatch: Dispatch = "alltoall"
     hierarchical_all_to_all: int | None = None
 
     @property
     def computation_key(self) -> tuple[object, ...]:
-        """What the computation inside layers depends on, the ways to compute the loss last."""
+        """Choices that computation inside layers depends on, the ways to compute the loss last."""
         degrees = self.degrees
         return (
             degrees.tensor,
@@ -153,7 +153,7 @@ class LayoutFamily:
 
     @property
     def size(self) -> int:
-        """How many layouts there are."""
+        """Number of layouts."""
         choices = len(self.timetables) * len(self.savings) * len(self.losses)
         return len(self.sharings) * choices
 
@@ -550,12 +550,12 @@ def compiles(request: Request, degrees: Degrees, schedule: str) -> Compile:
 
 
 def weighs_compilation(request: Request, blocks: Compile) -> bool:
-    """Whether blocks that can be compiled may as well be left as they are."""
+    """Return whether blocks that can be compiled may also be left as they are."""
     return blocks == "block" and request.pins.compile is None and "none" in request.space.compile
 
 
 def waits_for_host(request: Request, degrees: Degrees, micro_batch: int) -> bool:
-    """Whether the host may take longer for a compiled block than the device.
+    """Return whether the host may take longer for a compiled block than the device.
 
     Else compiled blocks are never the slower ones: their kernels are fewer.  The device takes at
     least what the products of a block's weights take at its peak; the host guards in Python and
@@ -589,7 +589,7 @@ def losses(request: Request, schedule: str) -> tuple[ChunkedLoss | None, ...]:
 
 
 def gpus(request: Request) -> bool:
-    """Whether all devices are GPUs."""
+    """Return whether all devices are GPUs."""
     return all(group.accelerator.kind in ("cuda", "rocm") for group in request.cluster.groups)
 
 
@@ -713,7 +713,7 @@ _PLACES = {
     for names in (get_args(Offload), get_args(GradientCompression))
     for place, name in enumerate(names)
 }
-"""Where each choice stands among its like."""
+"""Position of each choice among its like."""
 
 
 def kind(layout: Layout) -> tuple[int, ...]:

@@ -62,7 +62,7 @@ def evaluate_way(ways: Paths, costs: Costs, way: tuple[int, ...]) -> Way:
 
 
 def meets(bound_s: float, incumbent_s: float) -> bool:
-    """Whether nothing above `bound_s` can improve on the incumbent."""
+    """Return whether nothing with at least this lower bound can improve on the incumbent."""
     return bound_s >= incumbent_s - ROUNDING * abs(incumbent_s)
 
 

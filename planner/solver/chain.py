@@ -108,7 +108,7 @@ def solve_chain(
 
 
 def synced_apart(chain: Instance) -> bool:
-    """Whether options of one kind differ in what they synchronise: no limit on hosts is kept."""
+    """Return whether options of one kind differ in `sync_s`; limits of hosts are then not kept."""
     return any(len({o.sync_s for o in table}) > 1 for table in chain.kinds)
 
 

@@ -113,7 +113,7 @@ def hull_steps(load_bytes: Floats, time_s: Floats) -> tuple[Floats, Floats]:
 def _is_above(
     first: tuple[float, float], middle: tuple[float, float], last: tuple[float, float]
 ) -> bool:
-    """Whether `middle` lies on or above the line from `first` to `last`."""
+    """Return whether `middle` lies on or above the line from `first` to `last`."""
     return (middle[1] - first[1]) * (last[0] - first[0]) >= (last[1] - first[1]) * (
         middle[0] - first[0]
     )

@@ -91,7 +91,7 @@ class GraphInstance:
     edges: tuple[tuple[int, int], ...]
     output_s: tuple[tuple[tuple[float, ...], ...], ...] = ()
     names: tuple[str, ...] = ()
-    """Of layers; empty means their numbers."""
+    """Names of the layers; empty means their numbers."""
     colocated: tuple[tuple[int, ...], ...] = ()
     """Groups of layers that stay on one stage; a layer is in one group at most."""
     relayed: bool = True
@@ -140,7 +140,7 @@ class GraphInstance:
 
     @property
     def one_order(self) -> bool:
-        """Whether the layers have one order and any of their cuts may be taken, as in a chain."""
+        """True if the layers have one order that may be cut anywhere, as in a chain."""
         pairs = set(self.edges)
         ordered = all(pair in pairs for pair in pairwise(range(len(self.chain.layers))))
         return ordered and self.relayed and not self.colocated
@@ -412,7 +412,7 @@ def graph_instance(
 
 @dataclass(slots=True)
 class GraphEffort:
-    """What is left for graphs that have too many downsets; solving takes of it.
+    """Remaining effort for graphs that have too many downsets; solving a graph uses it up.
 
     `programs` are integer programs of one cut each, `iterations` those of the simplex method that
     they take, and `most_programs` and `most_iterations` those for one problem; `moves`
@@ -497,5 +497,5 @@ class GraphSolution:
 
     @property
     def optimal(self) -> bool:
-        """Whether no other order, types, cuts and options take less."""
+        """True if no other order, types, cuts and options take less time."""
         return self.split.optimal

@@ -23,14 +23,14 @@ else:
     pulp = OnUse("pulp", "solving an integer program")
 
 NODE_ITERATIONS = 1_000
-"""Of the simplex algorithm for each node of a tree that is limited; its root has as many more."""
+"""Simplex iterations for each node of a limited tree; its root has as many more."""
 
 __all__ = ["SolverOutcome", "highspy", "power_of_ten", "pulp", "run", "silent_highs"]
 
 
 @dataclass(frozen=True, slots=True)
 class SolverOutcome:
-    """How a run of the solver ended: with a solution, with a proof, and with which bound."""
+    """Outcome of a solver run: whether it has a solution and a proof, and its bound in seconds."""
 
     has_solution: bool
     proven: bool

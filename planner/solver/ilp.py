@@ -190,7 +190,7 @@ class _Count(NamedTuple):
     type: int
     option: Option
     number: int
-    """Of the option."""
+    """Number of the option."""
 
 
 class _PipelineProgram:

@@ -81,7 +81,7 @@ class OptionTable:
             self.host_resident[kind, : len(options)] = [o.host_resident_bytes for o in options]
 
     def constant(self, values: Floats) -> bool:
-        """Whether `values` [kind, option] are the same for all options of each kind."""
+        """Return whether `values` [kind, option] are the same for all options of each kind."""
         same = (values == values[:, :1]) | ~self.present
         return bool(same.all())
 
@@ -113,7 +113,7 @@ class Relaxed:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one knapsack may use: `budget_bytes` is what its transient level leaves for loads."""
+    """Limits of one knapsack; `budget_bytes` is what its transient level leaves for loads."""
 
     transient_bytes: float
     budget_bytes: float
@@ -146,7 +146,7 @@ class Fastest:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What was found of a stage's options that take no longer than a limit."""
+    """Result of a search among a stage's options that take no longer than a limit."""
 
     limit_s: float
     fastest: Fastest | None
@@ -225,7 +225,7 @@ class Knapsacks:
 
     @cached_property
     def relaxed_families(self) -> list[Relaxed]:
-        """What the Lagrangian bounds of each family are made of."""
+        """Relaxed problems behind the Lagrangian bounds, one for each family."""
         return [self._relax_family(family) for family in self.families]
 
     def _relax_family(self, family: StageClass) -> Relaxed:
@@ -281,7 +281,7 @@ class Knapsacks:
         return self._place[stage][0]
 
     def alike(self, content: Content) -> bool:
-        """Whether one run of like layers makes up nearly all of the content.
+        """Return whether one run of like layers makes up nearly all of the content.
 
         Then all stages of a family are cheapest to answer together.
         """
@@ -374,7 +374,7 @@ class Knapsacks:
         return load
 
     def _on_host(self, content: Content, chosen: Choice, limits: Limits) -> bool:
-        """Whether a choice keeps the limit of the host."""
+        """Return whether a choice of options stays within the bytes of the host."""
         if limits.host_bytes == np.inf:
             return True
         load = self._host_load(limits)

@@ -31,7 +31,7 @@ class SettledSteps(Protocol):
 
     @property
     def sync_depends(self) -> bool:
-        """Whether options of one kind differ in `sync_s`: then it is no part of `costs`."""
+        """True if options of one kind differ in `sync_s`; `costs` then leave it out."""
 
     def costs(self) -> Costs:
         """[step] What they cost, exactly or at least; inf where a step is impossible."""
@@ -66,7 +66,7 @@ Answer = TypeVar("Answer", bound=Evaluated)
 
 @dataclass(slots=True)
 class WaysLeft:
-    """How many more ways may be settled, and what ways take at least that were not."""
+    """Number of ways that may still be settled, and a lower bound in seconds of those left open."""
 
     number: float = math.inf
     open_s: float = math.inf

@@ -85,7 +85,7 @@ def fastest_checked(
 
 
 class _TooManyError(Exception):
-    """So much was looked at, and all that takes less than `least_s` does not fit."""
+    """The search has reached its limit; nothing that takes less than `least_s` fits."""
 
     def __init__(self, least_s: float = 0.0) -> None:
         super().__init__()
@@ -127,13 +127,13 @@ class _CheckedStage:
         return Fastest(choice.time_s, choice.sync_s, tuple(options), choice.time_s)
 
     def fits(self, fastest: Fastest) -> bool:
-        """Whether the stage has the bytes."""
+        """Return whether the stage has enough bytes for these options."""
         capacity_bytes = self._instance.stages[self._stage].capacity_bytes
         return self._used(fastest.options) <= capacity_bytes + ROUNDING * abs(capacity_bytes)
 
     @property
     def most_bytes(self) -> float:
-        """What has more by a count up to rounding does not fit."""
+        """Bytes above which nothing fits, even where they are counted only up to rounding."""
         capacity_bytes = self._instance.stages[self._stage].capacity_bytes
         return capacity_bytes + SLACK * abs(capacity_bytes)
 

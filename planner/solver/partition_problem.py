@@ -49,7 +49,7 @@ def _refuse(condition: bool, what: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class UsedBytes:
-    """What stages hold where that is no sum over their layers.
+    """Bytes that stages hold where these are not a sum over their layers.
 
     `of` is asked with a stage's number, the layers before it, its own in order, and their options.
     """
@@ -172,7 +172,7 @@ class StageLimits:
         return self.free_bytes + ROUNDING * abs(self.capacity_bytes)
 
     def may_hold(self, layers: int) -> bool:
-        """Whether the stage may have this number of layers."""
+        """Return whether the stage may have this number of layers."""
         most = layers if self.most_layers is None else self.most_layers
         return self.least_layers <= layers <= most
 
@@ -210,7 +210,7 @@ class Instance:
     sizes: tuple[tuple[tuple[int, int], ...], ...] = ()
     """Rows of the fewest and the most layers [stage], of which a split keeps one; empty: any."""
     used_bytes: UsedBytes | None = field(default=None, repr=False, compare=False)
-    """What a stage has, where the sums above are no more than that."""
+    """Bytes that a stage holds, where the sums above are only lower bounds of them."""
 
     def __post_init__(self) -> None:
         _refuse(not self.layers, "an instance needs at least one layer")
@@ -277,7 +277,7 @@ class Solution:
 
     @property
     def optimal(self) -> bool:
-        """Whether the bound meets the objective, up to rounding."""
+        """True if the bound meets the objective, up to rounding."""
         return self.gap <= self.tolerance
 
     def sizes(self) -> tuple[int, ...]:
@@ -324,7 +324,7 @@ def stage_bytes(instance: Instance, s: int, layers: range, options: Sequence[int
 
 
 def stage_fits(instance: Instance, s: int, layers: range, options: Sequence[int]) -> bool:
-    """Whether stage `s` has the bytes for `layers`."""
+    """Return whether stage `s` has enough bytes for `layers`."""
     capacity_bytes = instance.stages[s].capacity_bytes
     allowance = ROUNDING * abs(capacity_bytes)
     return stage_bytes(instance, s, layers, options) <= capacity_bytes + allowance
@@ -371,7 +371,7 @@ def evaluate_split(instance: Instance, cuts: Sequence[int], options: Sequence[in
 
 
 def fits(instance: Instance, solution: Solution) -> bool:
-    """Whether each stage has layers enough and stays within its capacity."""
+    """Return whether each stage has an allowed number of layers and stays within its capacity."""
     sizes = zip(solution.sizes(), instance.stages, strict=True)
     return all(stage.may_hold(size) for size, stage in sizes) and all(
         used <= stage.capacity_bytes + ROUNDING * abs(stage.capacity_bytes)

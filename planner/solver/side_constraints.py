@@ -38,7 +38,7 @@ class SideConstraint:
     stages: tuple[int, ...] = ()
     at_most: int | None = None
     options: tuple[str, ...] = ()
-    """By name."""
+    """Names of the options that the layers may have."""
 
     def __str__(self) -> str:
         """Say what it asks for.
@@ -53,7 +53,7 @@ class SideConstraint:
         return f"layers {self.layers[0]}-{self.layers[-1]} {asked}"
 
     def is_kept(self, stage_of: Sequence[int], names: Sequence[str]) -> bool:
-        """Whether a split does, with the stage of each layer and the name of its option."""
+        """Return whether a split keeps it, given each layer's stage and the name of its option."""
         if self.options:
             return all(names[at] in self.options for at in self.layers)
         contents: dict[int, set[int]] = {}
@@ -62,7 +62,7 @@ class SideConstraint:
         return all(self.allows(stage, layers) for stage, layers in contents.items())
 
     def allows(self, stage: int, layers: set[int]) -> bool:
-        """Whether a stage may have exactly these layers, whatever their options.
+        """Return whether a stage may have exactly these layers, whatever their options.
 
         >>> SideConstraint(layers=(0, 1), together=True).allows(0, {0, 2})
         False

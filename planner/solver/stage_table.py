@@ -45,7 +45,7 @@ class Settled:
 
 
 Known = dict[tuple[int, tuple[tuple[int, int], ...]], Settled]
-"""What is known exactly, by stage and content (kind, number of layers), kinds rising."""
+"""Exact results, by stage and content (kind, number of layers), kinds rising."""
 
 
 class StepTable:
@@ -76,15 +76,15 @@ class StepTable:
         self.stage_s = self._round_down(least_s)
         self.settled: Booleans = ~np.isfinite(least_s)
         self.sync_depends = knapsacks.sync_depends
-        """Whether options of one kind differ in `sync_s`: then it is no part of `costs`."""
+        """True if options of one kind differ in `sync_s`: then it is no part of `costs`."""
         self.sync_limit_s = np.inf
         self.loose: dict[int, float] = {}
-        """Of entries that are not known exactly, seconds that are no more than theirs."""
+        """Seconds that are no more than those of entries that are not known exactly."""
         self._besides_s = np.concatenate([bounds.fixed_s(s, *hop) for s, hop in enumerate(hops)])
         """Seconds of stages besides their layers: exposed, and the cuts at both ends."""
         self._used_bytes = knapsacks.instance.used_bytes
         self._checked: Booleans = np.ones(len(least_s), dtype=bool)
-        """Whether an entry is that of options that fit; with exact sums it is if it is settled."""
+        """True where an entry is of options that fit; with exact sums, all settled entries are."""
         if self._used_bytes is not None:
             self._checked = self.settled.copy()
         self._used_s = np.zeros(len(least_s) if self.sync_depends else 0)

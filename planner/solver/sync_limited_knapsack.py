@@ -287,7 +287,7 @@ def _ways(
 
 
 def _most_layers(excess: Floats, free: Floats, count: Indices | int) -> Indices:
-    """How many layers fit, at most `count`: `excess` of each and what is `free` are [room, ...]."""
+    """Return how many layers fit, at most `count`; `excess` and `free` are [room, ...]."""
     fitting = np.full(np.broadcast_shapes(excess.shape, free.shape), np.inf)
     np.divide(free, excess, out=fitting, where=excess > 0)
     most: Indices = np.clip(np.floor(fitting.min(axis=0)), 0, count).astype(np.intp)
@@ -297,7 +297,7 @@ def _most_layers(excess: Floats, free: Floats, count: Indices | int) -> Indices:
 def _shared_out(
     free: Floats, left: Indices, kind: _UsefulOptions, a: int, b: int
 ) -> tuple[Indices, NDArray[np.bool_]]:
-    """How many of the layers left take option a, the others b, and whether that fits."""
+    """Return how many of the layers left take option a, the others b, and whether that fits."""
     more = (kind.excess[:, a] - kind.excess[:, b])[:, None]
     spare = free - left * kind.excess[:, b, None]
     limit = np.zeros(spare.shape)

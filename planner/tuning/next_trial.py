@@ -96,8 +96,8 @@ probability that none of them wins agrees with the observed one (docs/results/tu
 UNSURE = 2 * NOISE
 """Spread of a measured step beyond which its trial may be repeated."""
 TIE = NOISE / 2
-"""Of logarithms of steps: less does not make another plan the answer, since trials of one plan lie
-as far apart."""
+"""Difference of logarithms of step times that counts as a tie: a smaller one does not make another
+plan the answer, since trials of one plan lie as far apart."""
 START_S = 30.0
 """Seconds of a trial before its first step, until a trial has shown fewer."""
 STEPS = 12
@@ -156,12 +156,12 @@ class Tuner:
 
     @cached_property
     def _before_last(self) -> Tuner:
-        """What was known before the last trial."""
+        """Tuner as it was before the last trial."""
         return Tuner(self.options, self.outcomes[:-1], stand_ins=self._stand_ins)
 
     @property
     def _misled(self) -> bool:
-        """Whether predictions foretold the last step better than what earlier trials taught."""
+        """True if predictions foretold the last step better than earlier trials did."""
         last = self.outcomes[-1] if self.outcomes else None
         if last is None or last.step_s is None:
             return False

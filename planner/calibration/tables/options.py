@@ -118,7 +118,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     **dict.fromkeys(("paged-adamw-8bit", "adamw-8bit-paged"), "adamw-8bit-paged"),
     **dict.fromkeys(("adamw-bnb-8bit", "adam-8bit", "8-bit-adam", "8-bit-adamw"), "adamw-8bit"),
 }
-"""What updates weights, by the words of tables."""
+"""Optimizers, by the words that tables use for them."""
 IN_LAYOUTS = ("allgather", "hybrid-shard")
 """Words that a layout has: how tokens go to experts, and within what states are divided."""
 FEWER = re.compile(r"(recompute|offload)-(\d{1,4})-layers")

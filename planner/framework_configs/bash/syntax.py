@@ -86,9 +86,9 @@ class Simple:
     redirected: bool = False
     """True if its output is redirected."""
     file: Word | None = None
-    """Where it goes, if it is all that a file then has."""
+    """File that it goes to, if it becomes all of that file's content."""
     appends: bool = False
-    """Whether it goes behind what the file has."""
+    """True if it goes behind what the file has."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ Seconds = NDArray[np.float64]
 
 
 class _Computation(NamedTuple):
-    """What the seconds of layers depend on."""
+    """Choices that the seconds of layers depend on."""
 
     tensor: int
     context: int
@@ -98,7 +98,7 @@ class DegreeBounds:
         return list(dict.fromkeys(kept))
 
     def _lies_closer(self, part: Request, at: Degrees) -> bool:
-        """Whether a node of the whole cluster has as many ranks of each group as one of a part."""
+        """Return whether a whole cluster's nodes have as many ranks of each group as a part's."""
         [whole], [group] = self._request.cluster.groups, part.cluster.groups
         steps = ((at.tensor, 1), (at.context, at.tensor), (at.expert, 1))
         return all(

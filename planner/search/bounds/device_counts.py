@@ -39,18 +39,18 @@ Seconds = NDArray[np.float64]
 MOST_SHARED = 8
 """Ranks of tensor or context parallelism whose measured layers may take less than those of one."""
 LARGEST = 3
-"""Of the sizes that a micro-batch may have, the number of the largest that are asked."""
+"""Number of the largest possible micro-batch sizes that are asked about."""
 
 
 class LeastSteps:
-    """What the arithmetic of a request takes on some devices, and on each number of devices."""
+    """Least seconds of a request's arithmetic on some devices, and on each number of devices."""
 
     def __init__(self, request: Request, store: FigureStore | None = None) -> None:
         counts: dict[str, int] = {}
         for layer in request.model.layers:
             counts[layer.kind] = counts.get(layer.kind, 0) + layer.repeat
         self.layers = np.array(list(counts.values()))
-        """[kind] How many there are."""
+        """[kind] Number of layers."""
         self.device_s = each_s = _device_seconds(request, store)
         """[kind] Fewest seconds of one device for a sample of a layer, both ways."""
         total_s = float(self.layers @ each_s)
@@ -62,7 +62,7 @@ class LeastSteps:
             * max(total_s / stages, float(np.max(-(-self.layers // stages) * each_s)))
             for stages in range(1, most + 1)
         ]
-        """[stages - 1] Of a step on one device a stage."""
+        """[stages - 1] Least seconds of a step on one device a stage."""
 
     def step_s(self, stages: int, replicas: int) -> float:
         """Return what no plan takes less than of so many stages of so many devices each."""

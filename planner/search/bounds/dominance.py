@@ -44,7 +44,7 @@ def twins(layout: Layout) -> Iterator[Layout]:
 
 
 def dominates(twin: Layout, by: LayoutCosts, layout: Layout, costs: LayoutCosts) -> bool:
-    """Whether every split of `layout` is a split of `twin`, which wins or is the simpler in a tie.
+    """Return whether `twin` has every split of `layout`, and wins or is the simpler in a tie.
 
     Seconds add up over layers, and bytes (planner.costs.memory.rank_memory) grow with what any
     layer has, so it is enough that no option takes longer or has more of anything.  Where all
@@ -72,7 +72,7 @@ def dominates(twin: Layout, by: LayoutCosts, layout: Layout, costs: LayoutCosts)
 
 
 def no_slower(faster: LayoutCosts, other: LayoutCosts) -> bool:
-    """Whether no action of any option takes longer, nor what comes once."""
+    """Return whether no action of any option takes longer, nor anything that comes once a step."""
     return all(
         a.forward_s <= b.forward_s
         and a.backward_s <= b.backward_s
@@ -85,7 +85,7 @@ def no_slower(faster: LayoutCosts, other: LayoutCosts) -> bool:
 
 
 def covers(faster: LayoutCosts, other: LayoutCosts) -> bool:
-    """Whether each plan of a layout is one of another with the same schedule, and no slower there.
+    """Return whether a layout of the same schedule has each plan of another, and runs it no slower.
 
     Both have the same degrees and micro-batches, and cost what is given.  A simulated step is no
     shorter where no action is.
@@ -118,7 +118,7 @@ class Covering:
         self._known.setdefault(_shape(layout), deque(maxlen=MOST_KEPT)).append(costs)
 
     def cover(self, layout: Layout, costs: Callable[[Layout], Sequence[LayoutCosts]]) -> bool:
-        """Whether each plan of a layout is one of another that was kept, which is no slower there.
+        """Return whether a layout that was kept has each plan of this one, and runs it no slower.
 
         `costs` are asked for where there is any to compare with.
         """
@@ -130,14 +130,14 @@ class Covering:
 
 
 def _shape(layout: Layout) -> tuple[object, ...]:
-    """What layouts have in common whose costs can be compared."""
+    """Return what layouts have in common whose costs can be compared."""
     degrees = layout.tensor, layout.context, layout.expert, layout.pipeline, layout.data
     chosen = layout.schedule, layout.virtual_stages, layout.micro_batch
     return *degrees, *chosen, Saving.of_layout(layout), layout.compile
 
 
 def _beside_layers(by: LayoutCosts, costs: LayoutCosts) -> bool:
-    """Whether the twin costs more in anything that no layer causes."""
+    """Return whether the twin costs more in anything that no layer causes."""
     names = (
         "fixed_bytes",
         "boundary_bytes",
@@ -151,7 +151,7 @@ def _beside_layers(by: LayoutCosts, costs: LayoutCosts) -> bool:
 
 
 def _holds_less(twin: Layout, layout: Layout) -> bool:
-    """Whether ranks of one stage have no more micro-batches in flight under the twin's schedule."""
+    """Return whether ranks of one stage have no more micro-batches in flight under the twin."""
     if counted_by_rank(twin) or counted_by_rank(layout):
         return False
     shape = Shape(layout.pipeline, layout.micro_batches)

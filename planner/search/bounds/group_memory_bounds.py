@@ -100,7 +100,7 @@ class ChainFigures:
     fastest_s: Floats
     """[kind, division]"""
     credits_s: Floats
-    """[division] Of all layers, at most."""
+    """[division] Credits of all layers, at most."""
 
 
 class _Ranks(NamedTuple):
@@ -108,13 +108,13 @@ class _Ranks(NamedTuple):
 
     early: MemoryMoment
     late: MemoryMoment
-    """Of all ranks of all timetables in a row, at the moments that may count."""
+    """Counts of all ranks of all timetables in a row, at the moments that may count."""
     depths: Indices
-    """How many stages each rank has."""
+    """Number of stages of each rank."""
     ends: Indices
     """[timetable, end] Rank of the model's first, last stage."""
     relieved: tuple[Shares | None, ...]
-    """Where the latter does not share evenly."""
+    """Shares of timetables whose rank of the last stage does not share evenly; None for others."""
     holding: Indices
     """Place in `_HELD`."""
     lowest: Floats
@@ -145,7 +145,7 @@ class MemoryBounds:
         )
         self._recompute = recompute
         self._host_bytes: float | None = None
-        """What a rank may put on its host, where layers can be there and somebody says."""
+        """Bytes that a rank may put on its host; None without offload, or where none are stated."""
         if "offload" in tables.activations:
             self._host_bytes = host_room_bytes(
                 tables.cluster.groups[0], tables.request.framework.offload.host_share
@@ -352,7 +352,7 @@ class MemoryBounds:
         free_bytes: Floats,
         degree: Indices,
     ) -> StageMemorySpread:
-        """[rank] What a rank counts of its like layers."""
+        """[rank] Counts of a rank for its like layers."""
         result = StageMemorySpread(*(np.zeros(len(problem)) for _ in range(3)))
         number = self._chain.counts[self._chain.commonest]
         starts = np.cumsum(degree) - degree
@@ -413,7 +413,7 @@ class MemoryBounds:
 
 
 class LayersTogether:
-    """What layers hold in many layouts, and their seconds without those of sharing."""
+    """Bytes of layers in many layouts, and their seconds without those of sharing."""
 
     def __init__(
         self,
@@ -511,7 +511,7 @@ class LayersTogether:
 
 
 _HELD = ((False, False), (False, True), (True, False))
-"""How ranks hold states: counted by rank, all forwards first (`least_resident`)."""
+"""Ways in which ranks hold states: counted by rank, all forwards first (`least_resident`)."""
 
 
 def holding_of(layout: Layout) -> int:

@@ -38,7 +38,7 @@ DEGREES = ("tensor", "context", "expert", "pipeline")
 
 
 class Candidates(FamilyBounds):
-    """What a search looks at; parts of it answer other pins of the same request."""
+    """Configurations that a search looks at; parts of it answer other pins of the same request."""
 
     @property
     def whole_cluster(self) -> ClusterSpec:

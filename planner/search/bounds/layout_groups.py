@@ -255,7 +255,7 @@ class Configurations:
         return replace(instance, sizes=asked) if asked else instance
 
     def repeats(self, layout: Layout) -> bool:
-        """Whether a layout is ZeRO-2 where that does what ZeRO-1 does, which can be chosen too.
+        """Return whether a layout is ZeRO-2 where ZeRO-1 does the same and can be chosen too.
 
         Under a pipeline, and where a step has one micro-batch, both reduce gradients once and hold
         the same (meshwright.planner.costs.memory.state_bytes, meshwright.planner.costs.sharding).
@@ -267,13 +267,13 @@ class Configurations:
 
 
 class ShardingCosts(NamedTuple):
-    """What sharing takes of one of the commonest layers; arrays [sharing]."""
+    """Seconds of sharing for one of the commonest layers; arrays [sharing]."""
 
     passes_s: Floats
     """Fewest seconds of both passes."""
     once_s: Floats
     seen_s: Floats
-    """[sharing, choice] Of both passes."""
+    """[sharing, choice] Seconds of both passes."""
 
 
 class ShardingTable:
@@ -284,7 +284,7 @@ class ShardingTable:
         self._choices = choices_of(recompute, kind)
         self._known: dict[tuple[object, ...], ShardingCosts] = {}
         self._traffic: dict[tuple[object, ...], Moved] = {}
-        """Of all micro-batches."""
+        """Traffic of all micro-batches."""
 
     def costs_of(self, part: LayoutFamily) -> ShardingCosts:
         """Return what sharing takes in the layouts of a part, no matter of which timetable.
@@ -330,7 +330,7 @@ class FamilyBounds(Configurations):
     """The families of a request with their bounds, in the seconds of the closed form."""
 
     _most_paces: ClassVar[int] = 1
-    """In which the seconds of ranks bound a step, at most."""
+    """Most paces in which the seconds of ranks bound a step."""
 
     def __init__(
         self,
@@ -504,7 +504,7 @@ class FamilyBounds(Configurations):
         )
 
     def _leaves_w_out(self, layout: Layout) -> bool:
-        """Whether `fill` counts what W takes back as credits."""
+        """Return whether `fill` counts what W takes back as credits."""
         return layout.executed_schedule.splits_backward
 
     def _actions(self, layout: Layout, fill: float) -> int:
@@ -709,5 +709,5 @@ def _without_sync(
 
 
 def _alike(family: LayoutFamily) -> bool:
-    """Whether ZeRO-2 does what ZeRO-1 does."""
+    """Return whether ZeRO-2 does what ZeRO-1 does."""
     return family.degrees.pipeline > 1 or family.micro_batches == 1

@@ -60,7 +60,7 @@ class MemoryMoment(NamedTuple):
     alive: Floats
     waiting: Floats
     received: Floats
-    """Of all stages that receive anything, alive: what came may be among what layers store."""
+    """`alive` of all stages that receive anything: what came may be among what layers store."""
     sent: Floats
     """The same of stages that send."""
     first_acts: Floats
@@ -192,7 +192,7 @@ Choices = Mapping[str, Sequence[StrategyParts]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankBytes:
-    """What a stage of the solver counts (planner.solver.partition_problem.StageLimits)."""
+    """Counts and bytes of a stage of the solver (planner.solver.partition_problem.StageLimits)."""
 
     in_flight: float
     waiting: float
@@ -286,7 +286,7 @@ class BytesBounds:
 
     @cached_property
     def like(self) -> Like:
-        """What like layers may hold; of a chain whose ranks have one stage, any of its layers."""
+        """Bytes of like layers; of all layers of a chain whose ranks have one stage."""
         run = None if self._shares is None else self._shares.run
         kinds = set(self._chain) if run is None else {self._chain[run.before]}
         parts = [part for kind in kinds for part in self._choices[kind]]
@@ -428,7 +428,7 @@ class BytesBounds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Like:
-    """What one of the like layers of a chain has."""
+    """Bytes of one of the like layers of a chain."""
 
     least_stored: float
     most_stored: float

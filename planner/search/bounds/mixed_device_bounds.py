@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float64]
 MOST_ROWS = 20
-"""Of numbers of layers that keep what is required of ranks with several stages, as boxes; each is
+"""Most boxes of numbers of layers that keep what is required of ranks with several stages; each is
 an integer program."""
 
 
@@ -71,7 +71,7 @@ class GroupCandidates:
         self.group_costs = GroupCosts(request, self.activations)
         self.frontiers = FrontierStore()
         self._known_s: dict[tuple[object, ...], tuple[Floats, Floats]] = {}
-        """What passes take by what they depend on (`_divided`)."""
+        """Seconds of passes, by what they depend on (`_divided`)."""
 
     def refusal(self, layout: Layout) -> str | None:
         """Return why no plan is made of a layout, or None if one can be."""
@@ -85,7 +85,7 @@ class GroupCandidates:
         return self._executes(layout)
 
     def repeats(self, _: Layout) -> bool:
-        """Whether another layout does the same: costs tell (`dominator`)."""
+        """Return whether another layout does the same: never, since costs tell (`dominator`)."""
         return False
 
     def rows(self, layout: Layout) -> Rows | None:
@@ -199,7 +199,7 @@ class GroupCandidates:
         return most
 
     def like_and_longest_s(self, seconds: Floats) -> tuple[Floats, Floats]:
-        """[group] Those of one of the commonest layers, and of the longest other one."""
+        """[group] Seconds of one of the commonest layers, and of the longest other one."""
         commonest = int(np.argmax(self.counts))
         others_s = np.delete(seconds, commonest, axis=1)
         beside_s = np.zeros(len(seconds))
@@ -313,7 +313,7 @@ class GroupCandidates:
         return None
 
     def _better(self, twin: Layout, layout: Layout) -> bool:
-        """Whether a twin that can run dominates a layout."""
+        """Return whether a twin that can run dominates a layout."""
         return all(
             dominates(twin, tables.costs_of(twin), layout, tables.costs_of(layout))
             for tables in self.group_costs.tables.values()
@@ -338,6 +338,6 @@ def _alive(layout: Layout) -> Floats:
 
 
 def _computation_key(layout: Layout) -> tuple[object, ...]:
-    """What the computation inside layers depends on; axes lie in one order."""
+    """Return what the computation inside layers depends on; axes lie in one order."""
     degrees = layout.tensor, layout.context, layout.expert
     return *degrees, layout.micro_batch, layout.loss, *computed_by(layout)

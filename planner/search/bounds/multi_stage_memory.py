@@ -21,7 +21,7 @@ Floats = NDArray[np.float64]
 
 _HALVINGS = 5
 _LOWEST = 0.25
-"""Of α, which a solver's stage counts as micro-batches in flight."""
+"""Lowest α, which a solver's stage counts as micro-batches in flight."""
 
 
 class StageMemorySpread(NamedTuple):
@@ -34,11 +34,11 @@ class StageMemorySpread(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RankMemory:
-    """What a rank has alive and waiting, room for, and the least and most of a like layer."""
+    """Memory of a rank: alive, waiting and free, and the least and most bytes of a like layer."""
 
     alive: Floats
     kept_bytes: Floats
-    """Of what waits, for each like layer of a stage."""
+    """Bytes kept of what waits, for each like layer of a stage."""
     free_bytes: Floats
     number: Floats
     """Like layers of a mean rank."""

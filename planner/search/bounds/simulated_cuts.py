@@ -58,7 +58,7 @@ Indices = NDArray[np.intp]
 FEW, MANY = 24, 256
 """Intervals of the slowest rank's seconds that are separate at first, and of those left then."""
 HALVINGS = 9
-"""Of the interval in which the least limit lies."""
+"""Number of halvings of the interval in which the least limit lies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +75,11 @@ class Placed:
     number: Indices
     """The device type."""
     hop_s: Floats
-    """Of a transfer to the rank behind, what it takes more than others at least."""
+    """Least seconds by which a transfer to the rank behind takes longer than others."""
     numbers: tuple[int, ...]
     """[type] Ranks on devices of it."""
     joints: int = 1
-    """As many places are one but for the types that meet there."""
+    """Number of places that are one but for the types that meet there."""
 
 
 @lru_cache(maxsize=256)
@@ -172,14 +172,14 @@ class Cuts:
         self._times_s = np.array(sorted(set(passes_s.ravel().tolist())))
         least_s = float(self._sums_s(np.inf, self._times_s[-1:])[0])
         self._mean_s = least_s / ranks - self._hops_s
-        """[rank] At least, of a micro-batch."""
+        """[rank] Least mean seconds of a micro-batch."""
         self.surely_s = count * max(0.0, self._mean_s)
-        """What all cuts take."""
+        """Seconds that all cuts take at least."""
         if drain is not None:
             self._straight_s = straight_s + 2 * placed.hop_s
 
     def possible(self, limit_s: float) -> bool:
-        """Whether the paths of some cut are all at most a limit."""
+        """Return whether the paths of some cut may all stay within a limit in seconds."""
         if not self._rounds:
             return bool(np.isfinite(self._sums_s(limit_s, self._times_s[-1:])[0]))
         # The slowest rank is no faster than the mean, and alone within the limit.

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from meshwright.planner.documents.plan import Layout
 
 _RANGE, _HALVES = 0.2, 7
-"""How far below a limit a step is looked for, relatively, and how often that is halved."""
+"""Relative range below a limit in which a step is looked for, and how often it is halved."""
 
 
 class SimulatedGroupCandidates(GroupCandidates):
@@ -121,7 +121,7 @@ class SimulatedGroupCandidates(GroupCandidates):
         return (1 - ROUNDING) * found_s + self._step_s(layout)
 
     def _step_s(self, layout: Layout) -> float:
-        """What every plan of a layout takes once, besides what ranks do."""
+        """Return the seconds that every plan of a layout takes once, besides what ranks do."""
         return min(table.layout_step_s(layout) for table in self.group_costs.tables.values())
 
 
@@ -151,11 +151,11 @@ class WholeLayers(NamedTuple):
     """Ways to count seconds, each of which a step takes at least."""
     virtual_stages: int
     folded: bool
-    """Whether the last stage lies on the first rank, and not on the last one."""
+    """True if the last stage lies on the first rank, and not on the last one."""
     layers: int
 
     def are_enough(self, step_s: float) -> bool:
-        """Whether they may have all layers in these seconds, in the best order of groups."""
+        """Return whether they may have all layers in these seconds, in the best order of groups."""
         step_s *= 1 + SLACK
         none, *others = _counts(self.numbers)
         groups = range(len(none))

@@ -57,7 +57,7 @@ MOST_COLUMNS = 6_000
 MOST_ROUNDS = 60
 MOST_ITERATIONS = 1 << 30
 ROUND = 10
-"""How many times the iterations of all rounds one of them may take."""
+"""Multiple of the iterations of all rounds that a single round may take."""
 CLOSE = 1e-6
 """Relative gap at which a program counts as solved; HiGHS keeps to rows within 1e-7."""
 
@@ -67,23 +67,23 @@ Indices = NDArray[np.intp]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankColumn:
-    """What a rank may hold, wherever its entries begin, and its seconds but for transfers."""
+    """Content of a rank, wherever its entries begin, and its seconds but for transfers."""
 
     rank: int
     options: tuple[int, ...]
     seconds: Floats
-    """[kind, stage] Of one micro-batch; 0 of the stages of other ranks."""
+    """[kind, stage] Seconds of one micro-batch; 0 for the stages of other ranks."""
     sync_s: float
     update_s: float
 
 
 class CutPoints:
-    """Where the entries of a chain, or the layers of a graph, can be cut: their downsets."""
+    """Places where the entries of a chain, or layers of a graph, can be cut: their downsets."""
 
     def __init__(self, downsets: Downsets) -> None:
         self.downsets = downsets
         self.alike = isinstance(downsets, Prefixes)
-        """Whether entries of the same kinds make the same columns wherever they lie."""
+        """True if entries of the same kinds make the same columns wherever they lie."""
         self.sizes = self.totals([1.0] * downsets.layers).astype(np.intp)
         """[place] Entries before it."""
 
@@ -123,7 +123,7 @@ Read = Callable[[Sequence[int], Sequence[int], Sequence[int]], Any]
 
 
 class ColumnProgram:
-    """What the ranks of a layout may hold in plans that beat a limit."""
+    """Integer program of what the ranks of a layout may hold in plans that beat a limit."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class ColumnProgram:
 
     @property
     def size(self) -> int:
-        """How many columns there are."""
+        """Number of columns."""
         return len(self._columns)
 
     def cut_s(self, limit_s: float) -> float:
@@ -233,7 +233,7 @@ def choices_of(
     total_s = places.totals(np.min(own_s, axis=0).tolist())
     sizes, count = places.sizes, len(some.instance.layers)
     able = [np.arange(len(sizes)) == len(sizes) - 1]
-    """[rank, place] Whether the ranks from it on can hold what lies behind."""
+    """[rank, place] True if the ranks from it on can hold what lies behind."""
     for _ in range(ranks):
         within = total_s[able[-1]] <= total_s[:, None] + most_s
         able.append((within & places.is_nested[:, able[-1]]).any(axis=1))
@@ -541,7 +541,7 @@ class Columns:
 
 
 def no_slower(faster: Sequence[Option], slower: Sequence[Option]) -> bool:
-    """Whether the options of some layers take no longer than others, neither way nor once."""
+    """Return whether options of some layers take no longer than others, each way and once."""
     return all(
         a.forward_s <= b.forward_s and a.backward_s <= b.backward_s and a.sync_s <= b.sync_s
         for a, b in zip(faster, slower, strict=True)
@@ -665,7 +665,7 @@ class Program:
             layout.schedule, stages=layout.stages, virtual_stages=layout.virtual_stages
         )
         self._behind = np.zeros((layout.pipeline, layout.stages - 1))
-        """[rank, boundary] Whether it lies between the rank and the next."""
+        """[rank, boundary] True if it lies between the rank and the next."""
         for boundary, pair in enumerate(itertools.pairwise(home)):
             if abs(pair[0] - pair[1]) == 1:
                 self._behind[min(pair), boundary] = 1.0

@@ -67,7 +67,7 @@ from meshwright.planner.solver.bounds import path_bounds as bounds
 from meshwright.planner.solver.partition_problem import Instance
 
 WORTHWHILE = 1.02
-"""How far the constant of split backwards must be above m / P, relatively, to be asked."""
+"""Ratio to m / P above which the constant of split backwards is worth asking for."""
 Pace = tuple[float, float]
 """`steady` and `fill` of a bound of the simulated step."""
 
@@ -108,7 +108,7 @@ def counted_fill(stages: int, micro_batches: int) -> float:
 
 
 def flat(schedule: str, ranks: int) -> bool:
-    """Whether a constant is known that all seconds of a micro-batch count, wherever they are."""
+    """Return whether a constant is known for all seconds of a micro-batch, wherever they are."""
     timetable = schedule_of(schedule)
     return ranks > 1 and (timetable.forwards_first or timetable.phi_bound)
 
@@ -281,12 +281,12 @@ class SimulatedCandidates(Candidates):
         return run_of(self.model)
 
     def _leaves_w_out(self, layout: Layout) -> bool:
-        """As there; a constant of forwards counts all."""
+        """Return whether `fill` counts W's credits; a constant of forwards counts all seconds."""
         split = layout.executed_schedule.splits_backward
         return split and not self._forward_fill(layout, self._forward_share)
 
     def _actions(self, layout: Layout, fill: float) -> int:
-        """As there; where `fill` leaves out W, so do actions."""
+        """Return the counted actions of a rank for a micro-batch, without W if `fill` omits it."""
         return 2 * layout.virtual_stages if fill else super()._actions(layout, fill)
 
     def _with_once(
@@ -339,7 +339,7 @@ class SimulatedCandidates(Candidates):
         return forward_share(costs, self.recompute, self.tables.end_kinds)
 
     def _counted_whole(self, layout: Layout, share: float) -> float:
-        """How often K counts seconds that are no part of any forward, relatively."""
+        """Return how often K counts seconds that are no part of any forward, relatively."""
         fill = self._forward_fill(layout, share)
         return max(0.0, 1.0 - share / fill) if fill else 1.0
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from meshwright.planner.search.bounds.simulated_optimum import RankColumn
 
 MOST_ACTIONS = 20_000
-"""Of a step whose paths are looked for."""
+"""Most actions of a step whose paths are looked for."""
 
 Floats = NDArray[np.float64]
 
@@ -48,7 +48,7 @@ class SplitPaths:
         self._waiting_s, self._ranks = np.empty(0), np.empty(0, dtype=np.intp)
 
     def exceed(self, columns: Sequence[RankColumn], limit_s: float) -> bool:
-        """Whether a split into one column a rank surely simulates at least some seconds."""
+        """Return whether a split into one column a rank surely simulates at least `limit_s`."""
         layout = self._layout
         if 2 * layout.micro_batches * layout.stages > MOST_ACTIONS:
             return False

@@ -48,7 +48,7 @@ _NEAR = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Options:
-    """[option, pipeline] What one layer of the counted kind takes."""
+    """[option, pipeline] Seconds and bytes of one layer of the counted kind."""
 
     time_s: Floats
     stored_bytes: Floats
@@ -67,18 +67,18 @@ class Stages:
     """[stage] The stages of all pipelines, those of one in a row."""
 
     counts: Indices
-    """[pipeline] How many stages it has."""
+    """[pipeline] Number of its stages."""
     in_flight: Floats
     waiting: Floats
     each_bytes: Floats
-    """Of every layer of the counted kind, beside what its option has; may be below 0."""
+    """Bytes of every layer of the counted kind, beside those of its option; may be below 0."""
     free_bytes: Floats
     beside_s: Floats
     beside_transient_bytes: Floats
 
     @property
     def pipeline(self) -> Indices:
-        """[stage] Which pipeline it belongs to."""
+        """[stage] Number of the pipeline that it belongs to."""
         return np.repeat(np.arange(len(self.counts)), self.counts)
 
     @property
@@ -154,7 +154,7 @@ def _quotient(part: Floats, whole: Floats) -> Floats:
 
 
 class _Room:
-    """How many layers each stage has: arrays [level, price ν, stage] and [level, stage]."""
+    """Room for layers on each stage: arrays [level, price ν, stage] and [level, stage]."""
 
     def __init__(self, options: Options, stages: Stages, layers: int) -> None:
         self._stages, self._layers = stages, layers

@@ -79,7 +79,7 @@ def allowed_places(
 
 
 def _no_worse(other: StrategyCost, cost: StrategyCost, apart: bool, *, first: bool) -> bool:
-    """Whether `other` can stand for `cost`; of two that are equal the first can."""
+    """Return whether `other` can stand for `cost`; of two that are equal, the first can."""
     theirs, mine = _figures(other, apart), _figures(cost, apart)
     if other is cost or any(a > b for a, b in zip(theirs, mine, strict=True)):
         return False

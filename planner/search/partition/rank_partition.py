@@ -71,7 +71,7 @@ class RankProblem:
         *,
         every: bool = False,
     ) -> None:
-        """Of choices that are no better than others none is offered, unless `every` one is."""
+        """Leave out choices that are no better than others, unless `every` one is to be offered."""
         self.model = model
         self.layout = layout
         self.costs = costs
@@ -320,7 +320,7 @@ class RankProblem:
 
     @property
     def shares(self) -> Shares | None:
-        """How ranks share the chain; None with one stage a rank."""
+        """Shares of ranks in the chain; None with one stage a rank."""
         return self._shares
 
     def choices(self, kind: str) -> list[StrategyCost]:
@@ -411,7 +411,7 @@ class RankProblem:
 
 
 class Crossing:
-    """What crosses the ends of a stage that has some layers of a graph."""
+    """Traffic across the ends of a stage that has some layers of a graph."""
 
     def __init__(self, model: ModelGraph, output_bytes: Mapping[str, float]) -> None:
         self._size_bytes = [output_bytes[kind] for kind in model.chain_kinds]

@@ -53,7 +53,7 @@ class LongestRun:
 
     @property
     def most_stages(self) -> int:
-        """How many stages its layers fill: the first and the last may hold what lies there alone.
+        """Most stages that its layers fill: the first and the last may hold what lies there alone.
 
         >>> LongestRun(1, 126, 1).most_stages
         128
@@ -151,7 +151,7 @@ class Shares:
         self.fewest_entries = [self._fewest_entries(rank) for rank in range(self.ranks)]
 
     def is_relieved(self, rank: int) -> bool:
-        """Whether the last stage of a rank takes what its others leave."""
+        """Return whether the last stage of a rank takes what its others leave."""
         return not self.folded and self.run.behind > 0 and rank == self.home[-1]
 
     def _fewest_entries(self, rank: int) -> int:
@@ -186,7 +186,7 @@ class Shares:
         }
 
     def like(self, entry: int) -> bool:
-        """Whether an entry is one of the run of like layers."""
+        """Return whether an entry is one of the run of like layers."""
         return 0 <= self.entries[entry][0] - self.run.before < self.run.alike
 
     def seats(self, rank: int, entries: range) -> dict[int, list[tuple[int, int]]]:

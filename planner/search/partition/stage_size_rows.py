@@ -59,7 +59,7 @@ def not_required(
 
 
 def is_within(sizes: Sequence[int], row: Sequence[tuple[int, int]]) -> bool:
-    """Whether ranks hold the numbers of a row."""
+    """Return whether each rank's number of layers lies within the row's limits."""
     return all(fewest <= size <= most for size, (fewest, most) in zip(sizes, row, strict=True))
 
 
@@ -93,7 +93,7 @@ def intersect_rows(first: Rows | None, other: Rows | None) -> Rows | None:
 
 
 class _LayersOfStages:
-    """How many layers stages have, by the numbers of like layers on ranks."""
+    """Numbers of layers on stages, by the numbers of like layers on ranks."""
 
     def __init__(self, shares: Shares) -> None:
         run, self._home = shares.run, shares.home
@@ -180,7 +180,7 @@ class _LayersOfStages:
 def _all_keep(
     tie: SideConstraint, spans: Sequence[tuple[int, int]], places: Sequence[range]
 ) -> bool | None:
-    """Whether all splits keep a tie, or none; None if some may."""
+    """Return True if all splits keep a tie, False if none does, None if some may."""
     if tie.at_most is not None:
         tied = [span for s, span in enumerate(spans) if not tie.stages or s in tie.stages]
         if any(lower > tie.at_most for lower, _ in tied):

@@ -43,12 +43,12 @@ if TYPE_CHECKING:
     from meshwright.planner.solver.frontier import FrontierStore
 
 FAMILY, PART, SHARED, LAYOUT = range(4)
-"""What is known of an entry: computation; within memory; with sharing; as a layout."""
+"""Levels of an entry, by what is known: computation; within memory; with sharing; as a layout."""
 BATCH = {FAMILY: 96, PART: 24, SHARED: 12}
 """Entries that are bounded together."""
 
 TRIED_NODES = 500
-"""Of the tree of the integer program where it is only asked whether a layout fits."""
+"""Most nodes of the integer program's tree where it is only asked whether a layout fits."""
 
 Outcome = Solution | Infeasible | CutOff | Unfinished
 Solve = Callable[[Instance, float], Outcome]
@@ -68,7 +68,7 @@ class Families(SearchSpace):
         return self.candidates.refusal(layout)
 
     def repeats(self, layout: Layout) -> bool:
-        """Whether another layout of the space does the same."""
+        """Return whether another layout of the space does the same."""
         return self.candidates.repeats(layout)
 
     def batch(self, level: int) -> int:
@@ -83,7 +83,7 @@ class Families(SearchSpace):
 
     @property
     def levels(self) -> Sequence[str]:
-        """What excludes entries at each level."""
+        """Names of the bounds that exclude entries at each level."""
         return (*BOUNDS[:LAYOUT], *(name for name, _ in self.bounds))
 
     def expand(self, level: int, some: Sequence[QueueEntry]) -> Iterable[Next]:
@@ -158,7 +158,7 @@ class ChainSpace(Families):
         return split_or_pruned(solution, layout, cutoff_s, step_s)
 
     def fits(self, layout: Layout) -> bool:
-        """Whether a layout fits its devices, and what it puts on hosts fits them."""
+        """Return whether a layout fits its devices, and what it puts on hosts fits the hosts."""
         instance = self.candidates.instance(layout)
         if why_infeasible(instance):
             return False

@@ -24,7 +24,7 @@ class GroupSpace(SearchSpace):
     """Some groups of a cluster, each to be used whole, and what a model costs on them."""
 
     def __init__(self, candidates: GroupCandidates | Candidates) -> None:
-        """Of `Candidates` all devices are alike."""
+        """Search these candidates; in `Candidates` all devices are alike."""
         self.candidates = candidates
         self.request = candidates.request
         self.model = model = candidates.model

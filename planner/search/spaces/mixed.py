@@ -88,7 +88,7 @@ class MixedSpace(GroupSpace):
         return self.candidates.refusal(layout)
 
     def repeats(self, layout: Layout) -> bool:
-        """Whether another layout of the space does the same."""
+        """Return whether another layout of the space does the same."""
         return self.candidates.repeats(layout)
 
     def bundles(self, refused: Counter[str]) -> Iterator[tuple[float, LayoutFamily]]:

@@ -83,7 +83,7 @@ class Shared:
 
     @property
     def optimal(self) -> bool:
-        """Whether no other shares and choice take less."""
+        """True if no other shares and choice take less time."""
         return self.split.optimal
 
 

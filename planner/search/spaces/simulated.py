@@ -25,7 +25,7 @@ BOUNDED, SOLVED, PROGRAMS = (
 
 
 class Tried:
-    """How many layouts of a space got which bound; its plans are offered to a goal."""
+    """Numbers of layouts of a space that got each bound; its plans are offered to a goal."""
 
     def __init__(self, goal: SimulatedStepGoal, *, further: bool = False) -> None:
         """`further` says whether more may be taken while the gap is large."""
@@ -35,15 +35,15 @@ class Tried:
 
     @property
     def effort(self) -> Effort:
-        """What may be taken now."""
+        """Effort that may be taken now."""
         return self.goal.effort if self._further else self._first
 
     def has_left(self, what: str, most: int) -> bool:
-        """Whether another layout may be looked at that closely."""
+        """Return whether another layout may be looked at that closely."""
         return not self.goal.closed and self.looked_at[what] < most
 
     def try_one(self, what: str, most: int) -> bool:
-        """Whether another layout may be looked at that closely; it is counted."""
+        """Return whether another layout may be looked at that closely; if so, count it."""
         if not self.has_left(what, most):
             return False
         self.looked_at[what] += 1
@@ -61,7 +61,7 @@ class BySimulation(SearchSpace):
     tried: Tried
 
     def may_refine(self, level: int) -> bool:
-        """Whether an entry of a level may get another bound: `Effort.solved` layouts are solved."""
+        """Return whether an entry of a level may get another bound; `Effort.solved` are solved."""
         settled = self.groups + len(self.bounds) - 1
         if level == settled - 1:
             return self.tried.has_left(SOLVED, self.tried.effort.solved)

@@ -53,8 +53,8 @@ if TYPE_CHECKING:
     from meshwright.planner.search.bounds.layout_groups import Bounded, StatedProblem
 
 WITHIN_MEMORY, CUT, OPTIMUM, SETTLED = range(LAYOUT + 1, LAYOUT + 5)
-"""What is known of a layout: all of its memory; the least of all cuts by paths that stay with a
-rank; the exact optimum of the bound; of the simulated step."""
+"""Levels of a layout, by what is known: all of its memory; the least of all cuts by paths that stay
+with a rank; the exact optimum of the bound; that of the simulated step."""
 NAMES = (
     "configuration groups within memory",
     "parts with sharing",
@@ -69,13 +69,13 @@ NAMES = (
 
 @dataclass(slots=True)
 class Spent:
-    """How many entries of each level got their next bound, and the stages of the layouts."""
+    """Numbers of entries of each level that got their next bound, and of the layouts' stages."""
 
     entries: Counter[int] = field(default_factory=Counter)
     stages: Counter[int] = field(default_factory=Counter)
 
     def may_refine(self, level: int, effort: Effort) -> bool:
-        """Whether another entry of a level may get a bound."""
+        """Return whether another entry of a level may get a bound."""
         if level < LAYOUT:
             return sum(self.entries[level] for level in range(LAYOUT)) < effort.families
         if level in (LAYOUT, WITHIN_MEMORY):
@@ -109,7 +109,7 @@ class SimulatedChain(Families):
         self.closed_form, self.goal, self.spent = space, goal, spent
         self._unpiped_s = closed_form_s * (1 - ROUNDING)
         self._polished: dict[Layout, float] = {}
-        """What programs have found before their turn."""
+        """Seconds that programs of layouts have found before their turn."""
         self._any_loss: dict[Layout, _AnyLoss] = {}
         """By a layout of those that differ in how they compute the loss alone."""
         self._excluded, self._bounded = Covering(), Covering()
@@ -128,7 +128,7 @@ class SimulatedChain(Families):
         return [(BOUNDS[at], bound) for at, bound in named]
 
     def may_refine(self, level: int) -> bool:
-        """Whether an entry of a level may get another bound.
+        """Return whether an entry of a level may get another bound.
 
         Where the lowest of all may not, the proof ends there, and others are only looked at for
         faster plans.

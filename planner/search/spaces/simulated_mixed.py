@@ -76,9 +76,9 @@ if TYPE_CHECKING:
 MOST_MOVES = 120
 """Splits near the best of a layout that are simulated."""
 ABOVE = 1.2
-"""How many times the simulated step the closed form may be (meshwright.planner.costs.predict)."""
+"""Largest ratio of the closed form to the simulated step (meshwright.planner.costs.predict)."""
 FEW_COLUMNS = 300
-"""Of programs that are tried where only one may be: larger ones may take seconds."""
+"""Most columns of programs that are tried where only one may be: larger ones may take seconds."""
 
 Floats = NDArray[np.float64]
 
@@ -107,7 +107,7 @@ class SimulatedMixed(BySimulation, MixedSpace):
         return max(least_s, self._unpiped_s) if layout.pipeline == 1 else least_s
 
     def step_s(self, layout: Layout) -> float:
-        """What every plan of a layout takes once, besides what ranks do."""
+        """Return the seconds that every plan of a layout takes once, besides what ranks do."""
         return min(tables.layout_step_s(layout) for tables in self.costs.tables.values())
 
     def _memory_s(self, layout: Layout) -> float | Pruned:
@@ -196,7 +196,7 @@ class SimulatedMixed(BySimulation, MixedSpace):
     # Splits.
 
     def meets_requirements(self, layout: Layout, split: GraphSolution) -> bool:
-        """Whether a split keeps what is required of it and the memory of hosts."""
+        """Return whether a split keeps what is required of it and the memory of hosts."""
         cuts = split.split.cuts
         if broken(split.problem.laid(split.order, cuts, split.types), split.split) is not None:
             return False
@@ -233,7 +233,7 @@ class SimulatedMixed(BySimulation, MixedSpace):
         return plan
 
     columns_of = Columns
-    """What finds what ranks may hold on one group."""
+    """Class of the columns, that is, of what ranks may hold on one group."""
 
     def columns(self, layout: Layout, limit_s: float) -> list[Columns] | None:
         """Return what finds columns on every group; None where ranks are not known by themselves.
@@ -299,7 +299,7 @@ class SimulatedMixed(BySimulation, MixedSpace):
         return closed_form_solution(self.closed_form, layout, order, ends, options)
 
     def may_program(self, columns: int) -> bool:
-        """Whether the program of another layout, with this number of `columns`, may be tried."""
+        """Return whether another layout's program, with this number of `columns`, may be tried."""
         most = self.tried.effort.programs
         return (columns <= FEW_COLUMNS or most > 1) and self.tried.try_one(PROGRAMS, most)
 
@@ -312,7 +312,7 @@ class _LayoutSearch:
         self._limit_s = cutoff_s * (1 - EQUAL)
         self.best: Ranked | None = None
         self._split: GraphSolution | None = None
-        """That of the best plan."""
+        """Split of the best plan."""
 
     def _try(self, split: GraphSolution) -> float:
         """Simulate a split and return its step; inf if it does not fit or keep what is required."""

@@ -100,7 +100,7 @@ class GraphColumns(Columns):
         return super()._quickest(rank, first, end, kinds)
 
     def _sure(self, kinds: tuple[int, ...], options: tuple[int, ...]) -> bool:
-        """Whether each layer's option is the fastest in every part of its seconds."""
+        """Return whether each layer's option is the fastest in every part of its seconds."""
         tables = self.instance.kinds
         return all(
             no_slower([tables[kind][at]], [other])
@@ -190,7 +190,7 @@ class SimulatedShares(BySimulation, ShareSpace):
         ]
 
     def may_refine(self, level: int) -> bool:
-        """Whether an entry of a level may get another bound: all are soon solved."""
+        """Return whether an entry of a level may get another bound: all are soon solved."""
         return level < self.groups + len(self.bounds) - 1
 
     def bound_s(self, layout: Layout) -> float:

@@ -44,7 +44,7 @@ class Downsets(Protocol):
 
 
 class Prefixes:
-    """Those of a chain."""
+    """Downsets of a chain: its prefixes, in order of length."""
 
     def __init__(self, layers: int) -> None:
         self.layers = layers

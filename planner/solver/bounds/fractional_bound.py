@@ -135,7 +135,7 @@ class Fluid:
         return row
 
     def allows(self, ceiling_s: float) -> bool:
-        """Whether all stages together might hold all layers under the ceiling."""
+        """Return whether all stages together might hold all layers under the ceiling."""
         together = self.hosts(ceiling_s)[0].sum(axis=1)
         return bool(np.all(together >= self._total * (1 - SLACK)))
 

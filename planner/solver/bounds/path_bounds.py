@@ -31,10 +31,10 @@ from meshwright.planner.solver.partition_problem import Instance, Option, StageL
 Floats = NDArray[np.float64]
 
 CEILINGS = 16
-"""How many limits on the slowest stage are distinguished; the last one stands for all above it."""
+"""Number of distinct limits on the slowest stage; the last one stands for all above it."""
 
 _MOST_WAYS = 400
-"""In which whole layers may choose their options."""
+"""Most ways in which whole layers may choose their options."""
 
 # A bound may not be above what it bounds.
 _BELOW = 1.0 - SETTLED

@@ -49,7 +49,7 @@ class _PriceRange:
 
     @property
     def width(self) -> float:
-        """How far apart its ends are."""
+        """Difference between the upper and the lower end."""
         return self.upper - self.lower
 
 
@@ -113,7 +113,7 @@ class CutBounds:
             ranges = [half for at, whole in enumerate(ranges) for half in halves.get(at, [whole])]
 
     def _more(self) -> bool:
-        """Whether there may be another program."""
+        """Return whether another integer program may be run."""
         return (
             self.programs_run < self._most_programs and self.iterations_run < self._most_iterations
         )

@@ -420,7 +420,7 @@ def _any_order(problem: GraphInstance, store: FrontierStore) -> Fluid:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What stages pay for outputs that go straight to their readers, without relays.
+    """Seconds that stages pay for outputs sent straight to their readers, without relays.
 
     A step from ideal I to J sends the outputs of J - I that a layer outside J reads, and receives
     those of I that a layer of J - I reads: each output once, whatever lies between.  `readers`

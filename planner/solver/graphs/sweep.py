@@ -45,7 +45,7 @@ class Hop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetBound:
-    """What a split must do: no stage above the ceiling, and all of it below the cutoff.
+    """Limits of a split: no stage is above the ceiling, and the whole is below the cutoff.
 
     Every split takes at least `sync_s` to synchronise.
     """
@@ -158,7 +158,7 @@ class Sweep:
     def _worth(
         self, before: _IdealWays, after: _IdealWays, here: Indices, there: Indices | slice
     ) -> Booleans:
-        """Whether ways to `here` and on from `there` can make a split below the cutoff."""
+        """Return whether ways to `here` and on from `there` can make a split below the cutoff."""
         slowest_s = np.maximum(before.slowest_s[here], after.slowest_s[there])
         total_s = before.sum_s[here] + after.sum_s[there]
         if self._steady:

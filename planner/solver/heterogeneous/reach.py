@@ -34,7 +34,7 @@ Counts = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spans:
-    """What stages may hold under a ceiling.
+    """Runs of layers that stages may hold under a ceiling.
 
     `runs` [position] are what some type can hold there, by rising first downset, and `least_s`
     [type][position] the seconds that each takes at least without its cuts, inf where that type

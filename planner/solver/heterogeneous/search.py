@@ -77,7 +77,7 @@ class Search:
         self._knapsacks = [Knapsacks(device_type.chain, store) for device_type in problem.types]
         self._known: list[Known] = [{} for _ in problem.types]
         self._loose_s = math.inf
-        """What splits under the last ceiling take at least, if some are not known exactly."""
+        """Least seconds of splits under the last ceiling, if some are not known exactly."""
         chain, exposed_s = (
             self._chain,
             np.min([knapsack.exposed_s for knapsack in self._knapsacks], axis=0),
@@ -115,7 +115,7 @@ class Search:
         return balanced_s / rate + longest_s + exposed_s + 2 * self._most_cut_s
 
     def _reach_under(self, ceiling_s: float) -> Reach:
-        """What stages may hold; runs of a chain are no longer than a ceiling that is enough.
+        """Return what stages may hold; a ceiling that is enough limits the runs of a chain.
 
         The least ceiling is exact if it is no higher.
         """
