@@ -222,8 +222,7 @@ def evaluate(
 
 
 def _is_unmeasured(candidate: Candidate, planned_run: Planned) -> bool:
-    """Return whether no kernel of a device's generation was timed, and no run on it is
-    published."""
+    """Return whether no kernel of a device's generation was timed and no run on it published."""
     names = {run.framework for _, run in planned_run.runs} or {planned_run.framework}
     runs = [framework_called(name).accuracy.seen for name in names]
     seen = {name for each in runs if each is not None for name in each.accelerators}
