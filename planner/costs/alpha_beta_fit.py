@@ -19,7 +19,7 @@ from meshwright.planner.documents.profile import LinkFit, LinkPiece, LinkPoint
 NEAR = 0.1
 """Distance of a point from its line, over the point's seconds, that nobody minds."""
 LEAST_POINTS = 2
-"""Of a line."""
+"""Fewest points of a line."""
 
 
 def fit_link(points: Sequence[LinkPoint]) -> LinkFit | None:

@@ -50,26 +50,27 @@ class Figures:
     forward_transient_bytes: float
     backward_transient_bytes: float
     returned_bytes: float
-    """What the layer itself returns; a head returns logits, and the loss is beside it."""
+    """Bytes that the layer itself returns; a head returns logits, and the loss is beside it."""
     returned_anew_bytes: float
-    """Of them, what is not among stored_bytes."""
+    """Bytes of these that are not among stored_bytes."""
     stores_input: bool
     provenance: Provenance
     spread: float
     weight_share: float = 0.0
-    """Of backward_s, what a split backward leaves for W: half of the products of Linears."""
+    """Share of backward_s that a split backward leaves for W: half of the products of Linears."""
     own_share: float = 1.0
-    """Of stored_bytes, what the layer itself saved; what its loss did is not moved or packed."""
+    """Share of stored_bytes that the layer itself saved; what its loss saved is not moved or
+    packed."""
     packable_share: float = 0.0
-    """Of stored_bytes, what floating tensors of the layer itself take."""
+    """Share of stored_bytes in floating tensors of the layer itself."""
     elements_per_stored_byte: float = 0.0
     """Elements of those tensors, for each byte of stored_bytes."""
     forward_waits_s: float = 0.0
-    """Of forward_s, what the device waits for its host."""
+    """Seconds of forward_s in which the device waits for its host."""
     waits_s: float = 0.0
-    """Of both passes, what the device waits for its host and can copy in."""
+    """Seconds of both passes in which the device waits for its host and can copy in."""
     forward_launch_s: float = 0.0
-    """What the host takes to start a forward, whether or not the device waits for it."""
+    """Seconds of the host to start a forward, whether or not the device waits for it."""
     backward_launch_s: float = 0.0
     """The same of a backward and what it recomputes."""
     kept_bytes: float = 0.0
@@ -278,12 +279,12 @@ def stage_factors(
 
 
 def corrects(measurements: Sequence[LayerMeasurement], setting: Setting) -> bool:
-    """Whether measurements may change the figures of a setting."""
+    """Return whether measurements may change the figures of a setting."""
     return any(m.precision == setting.precision for m in measurements)
 
 
 def _run_alike(m: LayerMeasurement, setting: Setting) -> bool:
-    """Whether what was measured ran as a setting says."""
+    """Return whether a measured layer ran as a setting says."""
     if m.kind in ENDS:
         return m.kind != "head" or m.loss == setting.loss
     return m.compiled == setting.compiled

@@ -140,7 +140,7 @@ def levels(tiers: Sequence[LinkTier], steps: Sequence[tuple[int, int]], *, devic
 
 
 def inside_unit(devices: int, ranks: int, stride: int) -> int:
-    """How many of `ranks` members, `stride` apart, every group has within `devices` neighbours."""
+    """Return how many of `ranks`, `stride` apart, every group has within `devices` neighbours."""
     if devices % (ranks * stride) == 0:
         return ranks
     fitting = range(1, min(devices // stride, ranks) + 1)

@@ -43,7 +43,7 @@ SMALL_HEAD = 0.85
 """Rate of attention with heads of 64 over that with 128 (Dao, 2023, figures 4-6)."""
 
 TRANSPOSED_BYTES = 1.0
-"""Of an element that a cast writes in a second order, for the gradient of weights."""
+"""Bytes of an element that a cast writes in a second order, for the gradient of weights."""
 
 ROUTING = ("router", "shared_weight")
 """Products that weigh experts, which no framework has in 8 bits."""
@@ -75,7 +75,7 @@ SAME_RATE: dict[str, tuple[str, ...]] = {
     "mxfp8": ("mxfp8", "fp8", "bf16", "fp16"),
     "nvfp4": ("nvfp4", "fp8", "bf16", "fp16"),
 }
-"""Where a sheet does not quote a precision, whose rate stands for it."""
+"""Precisions whose rate stands for one that a sheet does not quote, the preferred one first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,7 @@ class DeviceRates:
     attention: float = 1.0
     """The same of fused attention, for its generation, its length and its heads."""
     eight_bit_flops: float | None = None
-    """Of products of 8-bit operands, where the precision has them."""
+    """FLOP/s of products of 8-bit operands, where the precision has them."""
     every_product: bool = False
     """All products of blocks are in 8 bits, not only those of Linears."""
     every_launch: bool = True
@@ -102,7 +102,7 @@ class DeviceRates:
     cast_kernels: int = 0
     """Kernels started to round one operand; 0: other operators write it in 8 bits too."""
     input_bytes: float = 0.0
-    """Where casts are fused: their traffic per element of a product's input, in its forward."""
+    """Bytes moved by fused casts per element of a product's input, in its forward."""
     gradient_bytes: float = 0.0
     """Per element of the gradient of its output, in its backward."""
     weight_bytes: float = 0.0
@@ -412,7 +412,7 @@ def narrow_backward_s(operator: Operator, on: DeviceRates) -> float:
 
 
 def is_narrow(operator: Operator, on: DeviceRates, *, end: bool) -> bool:
-    """Whether a product is in 8 bits: those of blocks, of Linears or of experts too.
+    """Return whether a product is in 8 bits: those of blocks, of Linears or of experts too.
 
     Embedding and head, the `end` layers, never are, and neither are what weighs experts and
     products of two activations that one kernel would have made.  Sources: torchao, float8

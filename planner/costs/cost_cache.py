@@ -30,7 +30,7 @@ MOST = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FigureBasis:
-    """What figures depend on beside a setting and where its groups lie."""
+    """Inputs of figures beside a setting and where its groups lie."""
 
     model: ModelGraph
     rates: Rates

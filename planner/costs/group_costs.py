@@ -45,7 +45,7 @@ class GroupCosts:
         return layout.devices // layout.pipeline
 
     def stages_of(self, layout: Layout) -> dict[str, int]:
-        """How many stages each group has if it is used up."""
+        """Return the number of stages of each group if it is used up."""
         each = self.stage_devices(layout)
         return {group.name: group.devices // each for group in self.cluster.groups}
 

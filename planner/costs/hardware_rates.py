@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from meshwright.planner.operators.expert_routing import Routing
 
 Hidden = Literal["units", "copies", "gather", "reduce"]
-"""What is hidden: collectives of units in each pass, the same with copies over the host link, whose
-engines do not wait for products, or collectives once per step."""
+"""Communication that is hidden: collectives of units in each pass, the same with copies over the
+host link, whose engines do not wait for products, or collectives once per step."""
 
 POLLED_MESSAGES = 3
-"""Of a transfer between stages whose host polls, the mean of 4 forward and 2 backward."""
+"""Messages of a transfer between stages whose host polls, the mean of 4 forward and 2 backward."""
 BESIDE_PRODUCTS = 1 / 3
 """Rate of a collective of FSDP's units that runs beside computation over that of one that runs
 alone: its kernels wait for multiprocessors, and share memory with products.  Three readings agree.
@@ -50,18 +50,18 @@ FSDP is 37 % slower a device on 2,048 H100 than on 128 (arXiv:2411.13055, sectio
 36 % at a third, 29 % at a half, 9 % at the whole rate.  Of runs of llm_foundry and prime_rl the
 errors fall with it (docs/results/accuracy.md)."""
 HOST_LINK_SHARE = 0.86
-"""Of a host link's quoted rate, what copies from and to pinned memory reach: headers and flow
+"""Share of a host link's quoted rate that copies from and to pinned memory reach: headers and flow
 control of PCIe take the rest.  Measured on an H100 and an H200, 53.0 to 55.0 GB/s of 63
-(docs/results/gpu.md);
-both ways at once each direction reaches 46."""
+(docs/results/gpu.md); both ways at once each direction reaches 46."""
 LONG_WINDOW_S = 1e3
 """Behind which a second of communication hides as much as it ever does."""
 USUAL_MULTIPROCESSORS = 132
-"""Of a device that does not say: those of H100."""
+"""Multiprocessors of a device that does not state them: those of H100."""
 USUAL_HOST_MEMORY_BYTES_PER_S = 4e11
-"""Of one node, where a cluster does not say: two sockets with eight channels of DDR4-3200."""
+"""Bytes per second of one node's memory, where a cluster does not state them: two sockets with
+eight channels of DDR4-3200."""
 HOST_MEMORY_SHARE = 0.6
-"""Of a host's quoted memory bandwidth, what AdamW on all its cores is taken to reach.  Assumed."""
+"""Share of a host's quoted memory bandwidth that AdamW on all its cores is assumed to reach."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,13 @@ class Rates:
     framework: Framework
     calibration: Calibration | None = None
     host_link_bytes_per_s: float | None = None
-    """Of one device while all devices of its node copy, one direction, as it is reached."""
+    """Bytes per second that one device reaches in one direction while all devices of its node
+    copy."""
     host_memory_bytes_per_s: float = 0.0
-    """Of one device's share of its host while all devices' processes work."""
+    """Bytes per second of one device's share of its host while all devices' processes work."""
     multiprocessors: int = USUAL_MULTIPROCESSORS
     fastest_link_bytes_per_s: float = 0.0
-    """Of a device's links to its nearest peers."""
+    """Bytes per second of a device's links to its nearest peers."""
 
     @property
     def action_s(self) -> float:

@@ -437,7 +437,7 @@ _TRAFFIC_NAMES = tuple(field.name for field in fields(ShardingTraffic))
 
 
 def parts_key(layout: Layout) -> tuple[object, ...]:
-    """What parts depend on."""
+    """Return the values of a layout that parts depend on."""
     return (
         layout.micro_batch,
         layout.sequence_parallel,
@@ -448,7 +448,7 @@ def parts_key(layout: Layout) -> tuple[object, ...]:
 
 
 def _sharing_key(layout: Layout) -> tuple[object, ...]:
-    """What the sharing of states depends on."""
+    """Return the values of a layout that the sharing of states depends on."""
     return (
         layout.tensor,
         layout.context,

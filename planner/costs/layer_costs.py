@@ -233,7 +233,7 @@ class LayerFigures:
         return self._groups[key]
 
     def _key(self, setting: Setting, groups: Groups) -> tuple[object, ...]:
-        """What figures depend on."""
+        """Return the setting and the groups' names, which figures depend on."""
         named = self._named
         return setting, *[named[id(group)] for group in groups]
 
@@ -434,7 +434,7 @@ class LayerFigures:
         )
 
     def _weight_waits(self, layer: Layer, operator: Operator, setting: Setting) -> bool:
-        """Whether a split backward makes the gradient of an operator's weight in W.
+        """Return whether a split backward makes the gradient of an operator's weight in W.
 
         The runtime puts off Linears alone: not experts, whose matrices lie in one parameter, nor
         the transposed ones of GPT-2's blocks, nor what a loss in chunks multiplies by.
@@ -480,5 +480,5 @@ def _moved_figures(figures: Figures, here: Figures, there: Figures) -> Figures:
 
 
 def _spans(group: Levels) -> tuple[tuple[str, int], ...]:
-    """What tells one group's levels from another's."""
+    """Return what distinguishes one group's levels from another's: names of tiers and members."""
     return tuple((level.tier.name, level.members) for level in group)

@@ -40,9 +40,9 @@ ENDS = ("embedding", "head")
 EXPERT_AXES: tuple[GroupAxis, ...] = ("expert", "experts_across", "experts_inside")
 """Over which tokens go to experts."""
 BLOCK_COLLECTIVES = {True: 10, False: 4}
-"""Of a tensor-parallel block.  With sequence parallelism each of its two products that divide
-outputs gathers in the forward and again in the backward, and reduces there; each of the other two
-reduces, then gathers.  Without, each of these is a sum, forward or backward."""
+"""Collectives of a tensor-parallel block.  With sequence parallelism each of its two products that
+divide outputs gathers in the forward and again in the backward, and reduces there; each of the
+other two reduces, then gathers.  Without, each of these is a sum, forward or backward."""
 
 
 class LinkSeconds(Protocol):
@@ -68,7 +68,7 @@ class KernelSeconds:
     kernels: float
     kernels_again: float
     attention_s: tuple[float, float] = (0.0, 0.0)
-    """Of the forward and of the backward, what attention between its projections takes."""
+    """Seconds of attention between its projections, in the forward and in the backward."""
     shared_s: tuple[float, float] = (0.0, 0.0)
     """The same of experts that all tokens share."""
 
@@ -81,7 +81,7 @@ class HostPasses:
     backward_s: float
     recompute_s: float
     waits_s: float = 0.0
-    """Of these, what the device waits over both passes."""
+    """Seconds of these in which the device waits, over both passes."""
 
 
 def with_host(
@@ -185,13 +185,13 @@ class LinkRule:
     """Shares of a framework's collectives inside layers that are seen."""
 
     tensor: float = 1.0
-    """Of tensor-parallel blocks whose residual stream is divided along the sequence."""
+    """Share of the collectives of blocks whose residual stream is divided along the sequence."""
     beside: float = 0.0
     """Share of one of these collectives that can hide behind the product beside it."""
     context: float = 0.0
     """Share of what goes round between context-parallel ranks that can hide behind attention."""
     second_gather: float = 0.0
-    """Of gathering a product's input again, for its weights' gradient."""
+    """Share of gathering a product's input again, for its weights' gradient, that is seen."""
     gathered: float = 1.0
     """Bytes of what tensor-parallel ranks gather in blocks, over those in 16 bits."""
     experts: float = 0.0

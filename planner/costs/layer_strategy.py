@@ -58,12 +58,12 @@ class LayerBytes(NamedTuple):
     host: float
     bucket: float
     flat: float
-    """Of gradients, what the optimizer's step copies, beyond those that it lets go of."""
+    """Bytes of gradients that the optimizer's step copies, beyond those that it lets go of."""
     joined: float
-    """Of what it copies, what the allocator reserves anew."""
+    """Bytes of these copies that the allocator reserves anew."""
     offloaded: bool
     receives: bool
-    """Whether what it receives takes a buffer: it does not store that itself."""
+    """True if what it receives takes a buffer: it does not store that itself."""
     left: float = 0.0
     """Left by its backward until the last one of a micro-batch ends."""
 
@@ -74,7 +74,7 @@ class LayerBytes(NamedTuple):
         return whole + self.gradient_buffers + self.optimizer
 
     def no_more_than(self, other: LayerBytes) -> bool:
-        """Whether a rank needs no more memory with this layer than with the other."""
+        """Return whether a rank needs no more memory with this layer than with the other."""
         return all(mine <= theirs for mine, theirs in zip(self, other, strict=True))
 
 
@@ -116,14 +116,14 @@ class StrategyParts:
     """Exposed communication once per step."""
     optimizer_s: float
     forward_fetch_s: float = 0.0
-    """Of states on the host, exposed copies in each micro-batch's forward."""
+    """Seconds of exposed copies of states on the host, in each micro-batch's forward."""
     backward_fetch_s: float = 0.0
     stream_s: float = 0.0
-    """Of states on the host, exposed copies once per step."""
+    """Seconds of exposed copies of states on the host, once per step."""
     left_bytes: float = 0.0
     """Left by its backward until the last one of a micro-batch ends."""
     hooks_s: float = 0.0
-    """What the host does in each pass for a unit of states, whether or not the device waits."""
+    """Seconds of the host in each pass for a unit of states, whether or not the device waits."""
 
     def slow_host_s(self, slower: float) -> float:
         """Return what both passes of a micro-batch take longer by a host that takes `slower` times.
@@ -146,7 +146,7 @@ class StrategyParts:
 
     @property
     def stores_input(self) -> bool:
-        """Whether the activation that enters is among what stays on the device as it is."""
+        """True if the activation that enters is among what stays on the device as it is."""
         return self.figures.stores_input and self.activations == "keep"
 
     @property
@@ -183,7 +183,7 @@ class StrategyParts:
 
     @property
     def sharing_s(self) -> float:
-        """What sharding and copies of states add to both passes."""
+        """Seconds that sharding and copies of states add to both passes."""
         fetched_s = self.forward_fetch_s + self.backward_fetch_s
         return self.gather_s + self.backward_shard_s + fetched_s
 

@@ -99,7 +99,8 @@ class LayoutCosts:
     tight: float
     """The same where memory is short (meshwright.planner.costs.memory.rank_memory.room_bytes)."""
     room_share: float
-    """Of a device's room, what predicted needs may take to fit with the probability asked for."""
+    """Share of a device's room that predicted needs may take to fit with the requested
+    probability."""
     keeps_sent: bool
     """Activations sent to the next stage stay until their backward."""
     step_s: float
@@ -116,22 +117,22 @@ class LayoutCosts:
     narrowest_bytes: float
     """Least that crosses any boundary of a graph; boundary_bytes are the most."""
     output_bytes: dict[str, float]
-    """What one micro-batch's output has on a rank, by kind of layer; empty of a chain."""
+    """Bytes of one micro-batch's output on a rank, by kind of layer; empty of a chain."""
     context_bytes: float
     """Part of fixed_bytes: all but the pipeline's buffers."""
     reduce_bytes: float
     """Part of context_bytes: buffers in which gradients are gathered for their reduction."""
     flat_bytes_at_most: float
-    """Of a shard's gradients, the most that the optimizer's step copies together."""
+    """Bytes of a shard's gradients that the optimizer's step copies together, at most."""
     recorded_bytes: float
     """Freed buffers of collectives, not reusable until these end on the device."""
     workspace_bytes: float
-    """Of matrix-product libraries, in the caching allocator."""
+    """Bytes of workspaces of matrix-product libraries, in the caching allocator."""
     host_share: float
-    """Of a host's memory, what may be filled."""
+    """Share of a host's memory that may be filled."""
     assumptions: tuple[Assumption, ...]
     host_assumptions: tuple[Assumption, ...]
-    """What is assumed beside where something lies on the host."""
+    """Further assumptions where something lies on the host."""
 
 
 class CostTables:
@@ -313,7 +314,7 @@ class CostTables:
 
     @property
     def rates(self) -> Rates:
-        """How fast the cluster does what is not a layer's computation."""
+        """Rates of the cluster for what is not a layer's computation."""
         return self._rates
 
     @property
@@ -557,5 +558,5 @@ class _ScheduleFreeCosts:
 
 
 def counted_by_rank(layout: Layout) -> bool:
-    """Whether rank_memory tells memory: several stages a rank, or split backwards."""
+    """Return whether rank_memory computes memory: several stages a rank, or split backwards."""
     return layout.virtual_stages > 1 or layout.executed_schedule.splits_backward

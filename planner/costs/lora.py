@@ -171,7 +171,7 @@ def packed_matrices(model: ModelGraph, kind: str, lora: Lora, *, tensor: int = 1
 
 
 def reach_feed_forward(model: ModelGraph, lora: Lora) -> bool:
-    """Whether adapters stand beside products of the feed-forward, not of attention alone.
+    """Return whether adapters stand beside products of the feed-forward, not of attention alone.
 
     >>> from meshwright.planner.catalog.expressions import resolve_model
     >>> llama = resolve_model("llama-3.1-8b")

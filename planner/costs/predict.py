@@ -93,7 +93,7 @@ class StageSeconds:
     optimizer_s: float
     spread: float
     weight_s: float = 0.0
-    """Of backward_s, what W takes if backwards are split."""
+    """Seconds of backward_s that W takes if backwards are split."""
     forward_host_s: float = 0.0
     """Copies over the host link that nothing hides."""
     backward_host_s: float = 0.0

@@ -63,11 +63,11 @@ class Links:
     replicate: Levels
     neighbours: Levels
     name: tuple[object, ...] = ()
-    """What tells these levels from others of one cluster."""
+    """Name that distinguishes these levels from others of one cluster."""
     inner: Levels = ()
-    """Of the ranks among which parameters are divided between forward and backward."""
+    """Levels of the ranks among which parameters are divided between forward and backward."""
     same_experts: Links | None = None
-    """Of the ranks that hold the same experts, where experts have ranks of their own."""
+    """Links of the ranks that hold the same experts, where experts have ranks of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,9 +86,9 @@ class ShardingTraffic:
     reduce_per_step_s: float = 0.0
     copies_per_step_s: float = 0.0
     host_gather_s: float = 0.0
-    """Of each gather: parameters come from the host first."""
+    """Seconds added to each gather: parameters come from the host first."""
     host_reduce_s: float = 0.0
-    """Of each reduction: gradients go to the host."""
+    """Seconds added to each reduction: gradients go to the host."""
     implicit: float = 0.0
     """1 where a forward's gather starts no sooner than the host comes by its unit."""
     beside: float = 1.0
@@ -254,9 +254,9 @@ class ExposedSharding(NamedTuple):
     """Exposed seconds of sharding in one pass, or once per step."""
 
     shard_s: float
-    """Of collectives and copies beside them."""
+    """Seconds of collectives and copies beside them."""
     host_s: float
-    """What copies over the host link add."""
+    """Seconds that copies over the host link add."""
 
 
 def seen_in_passes(

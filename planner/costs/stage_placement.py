@@ -30,7 +30,7 @@ class StagePlacement:
     accelerator: Accelerator
     passing: StageTraffic | None = None
     group: DeviceGroup | None = None
-    """Whose hosts alone it fills; None where all hosts are alike."""
+    """Group whose hosts alone it fills; None where all hosts are alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

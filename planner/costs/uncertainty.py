@@ -49,7 +49,7 @@ for all layouts does not count."""
 
 
 class RunTraits(NamedTuple):
-    """What of a run says how far its step may lie from its prediction."""
+    """Traits of a run that say how far its step may lie from its prediction."""
 
     experts: bool
     doubts: int
@@ -57,7 +57,7 @@ class RunTraits(NamedTuple):
     waiting: float
     """Share of the step that waits: for links, for other stages and for the host."""
     spanning: bool
-    """Whether tensor-parallel groups span nodes."""
+    """True if tensor-parallel groups span nodes."""
 
 
 class WidthLaw(NamedTuple):
@@ -87,7 +87,7 @@ NATURAL_BELOW, NATURAL_ABOVE = 0.45, 0.5
 that are gathered for each pass: the same layout took 1.09 to 1.9 times as long with natural as with
 forced routing (docs/results/accuracy.md)."""
 UNKNOWN_DOUBTS = 2
-"""How many things are not known of a framework that is not known, beside that one is assumed."""
+"""Number of doubts about a framework that is not known, beside that one is assumed."""
 EIGHT_BITS_GAIN = 0.4
 """Logarithm: what products in 8 bits save of a step in 16 at most (1.2 to 1.5 times as fast, as
 published for H100), where nobody says that a run was in 16 and its devices have both."""
@@ -95,10 +95,9 @@ MEASURED_MEMORY_SPREAD = 0.03
 """Logarithm: standard deviation of what a run needs of memory over what is predicted of it, on a
 machine where layers were measured (benchmarks/results/local_truth.md)."""
 MEMORY_BELOW, MEMORY_ABOVE = 0.53, 1.67
-"""Of a framework's spread: 80 of 100 peaks of published runs lie between these logarithms, means
-over six sources, each left out (docs/results/accuracy.md).  What nobody knows of takes memory
-rather than
-that it frees some."""
+"""Factors of a framework's spread: 80 of 100 peaks of published runs lie between these logarithms,
+means over six sources, each left out (docs/results/accuracy.md).  What nobody knows of takes memory
+rather than that it frees some."""
 BESIDE_BYTES = 0.25e9
 """Standard deviation of what lies beside tensors, however many they are: contexts of 0.4 to 1.4 GB,
 buffers of communicators of 0.35 to 0.4, workspaces of products, the ends of segments of 20 MB."""
@@ -107,12 +106,12 @@ BEYOND = 2.0
 
 
 class StepRange(NamedTuple):
-    """Where a step should end, in 80 of 100 runs."""
+    """Range in which a step should end, in 80 of 100 runs."""
 
     low_s: float
     high_s: float
     basis: Assumption | None
-    """Whose residuals the range is made of; None on a measured machine."""
+    """Assumption whose residuals the range is made of; None on a measured machine."""
 
 
 def is_link(cause: str) -> bool:
@@ -319,13 +318,13 @@ def _beyond(value: float, measured: tuple[float, float]) -> bool:
 
 
 WIDER = 1.25
-"""How much farther the ends of a range lie for one word that was not understood."""
+"""Factor by which the ends of a range lie farther for one word that was not understood."""
 WIDER_EACH, MOST_OTHERS = 0.05, 5
 """The same for each other word, and of how many."""
 NOT_UNDERSTOOD = "not understood"
-"""How the note begins that names the words."""
+"""Start of the note that names the words."""
 LEAST_ODDS, MOST_ODDS = 0.15, 0.85
-"""Of fitting, where words were not understood that may change memory."""
+"""Bounds of the probability to fit, where words were not understood that may change memory."""
 
 
 def bounded_by_words(prediction: Prediction, words: Sequence[str]) -> Prediction:

@@ -82,7 +82,7 @@ class Reservation:
 
     @property
     def term_usd_per_device(self) -> UncertainValue:
-        """What the whole term costs."""
+        """Dollars of the whole term, a device."""
         return self.usd_per_device_hour.times(self.years * HOURS_PER_YEAR)
 
 
@@ -98,30 +98,31 @@ class DevicePrice:
     purchase: Purchase | None = None
     reservation: Reservation | None = None
     minimum_hours: float = 0.0
-    """Of a run, paid at least."""
+    """Hours of a run that are paid at least."""
     owned: bool = False
     quote: UncertainValue | None = None
-    """As it was asked: the rent of a device and hour, or the price of a device."""
+    """Quote as it was asked: the rent of a device and hour, or the price of a device."""
     network: UncertainValue | None = None
-    """Of what is bought: its network, a device."""
+    """Price of the network of what is bought, a device."""
     parts: tuple[Share, ...] = ()
-    """Of each group of a cluster that is had on several terms: on which."""
+    """Terms of each group of a cluster that is had on several terms."""
     beside: Hourly | None = None
-    """Of what is bought in part: a device's share in what is not."""
+    """Hourly price of a device's share in what is not bought, where a part is bought."""
     part_quotes: dict[Share, UncertainValue] = field(default_factory=dict)
-    """Of a cluster that is had on several terms: what is asked for each."""
+    """Quotes for each part of a cluster that is had on several terms."""
     words_beside: tuple[str, str] = ("", "")
-    """What stands before and after the words of the quote in `how`."""
+    """Words before and after those of the quote in `how`."""
     how: str = "no price known"
     """Commitment, date and source, in words."""
     cause: str = ""
     """The quotes that it rests on: prices of the same quotes move together."""
     markets: tuple[Market, ...] = ()
-    """Of the catalogue's offers that it rests on."""
+    """Markets of the catalogue's offers that it rests on."""
     elsewhere_usd: float | None = None
-    """What the other market's offers ask, a device and hour."""
+    """Dollars that the other market's offers ask, a device and hour."""
     settled: Hourly | None = None
-    """What is not rented alone, with its quotes exact: what is left of its range is of owning."""
+    """Price of what is not rented alone, with its quotes exact: the range left is that of
+    owning."""
 
     def quote_weight(self, utilisation: float) -> float:
         """Return how much of the price's deviation is its quotes', beside what owning costs.
@@ -137,7 +138,7 @@ class DevicePrice:
 
     @property
     def at_once_usd_per_device(self) -> float | None:
-        """What signing binds to for each device: a purchase, or a contract's whole term."""
+        """Dollars a device bound by signing: a purchase, or a contract's whole term."""
         if self.purchase is not None:
             return self.purchase.hardware_usd.value * self.purchase.bound_share
         return None if self.reservation is None else self.reservation.term_usd_per_device.value
@@ -173,23 +174,23 @@ class Candidate:
     """The study's, with the offer's own in their place."""
     power_limit: float = 1.0
     narrower: ClusterSpec | None = None
-    """Of a wider scale-up domain: the cluster without it, as which it can be used too."""
+    """The cluster without its wider scale-up domain, as which it can be used too."""
     fix: tuple[str, ...] = ()
     allow: tuple[str, ...] = ()
     changes: tuple[tuple[ChangeName, float], ...] = ()
-    """How its cluster differs from the one that its offer names."""
+    """Changes of its cluster from the one that its offer names, with their factors."""
     plain: str = ""
     """The cluster that its offer names."""
     place: int = 0
-    """Of its offer among the study's."""
+    """Place of its offer among the study's."""
     provider: str = ""
-    """Of an offer that is made of each provider's."""
+    """Provider of an offer that is made of each provider's."""
     wait_days: float = 0.0
     """Until it is ordered."""
 
     @property
     def devices(self) -> int:
-        """Of the whole cluster."""
+        """Number of devices of the whole cluster."""
         return self.cluster.devices
 
     @property
@@ -236,7 +237,7 @@ class Candidate:
 
     @property
     def hypothetical(self) -> bool:
-        """Whether no such product is sold."""
+        """True if no such product is sold."""
         return not self.quoted and any(change not in SOLD for change, _ in self.changes)
 
 
@@ -361,7 +362,7 @@ def _within_cap(study: Study, listed: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _fed(study: Study, watts: UncertainValue) -> bool:
-    """Whether a draw meets the goal's power cap as surely as the goal wants."""
+    """Return whether a draw meets the goal's power cap as surely as the goal wants."""
     cap = study.goal.power_cap_w
     return cap is None or probability_within(watts, cap * (1 + ROUNDING)) >= study.goal.confidence
 

@@ -222,7 +222,7 @@ def evaluate(
 
 
 def _is_unmeasured(candidate: Candidate, planned_run: Planned) -> bool:
-    """Whether no kernel of an accelerator's generation was timed, and no run on it is published."""
+    """Return whether no kernel of a device's generation was timed and no run on it published."""
     names = {run.framework for _, run in planned_run.runs} or {planned_run.framework}
     runs = [framework_called(name).accuracy.seen for name in names]
     seen = {name for each in runs if each is not None for name in each.accelerators}
@@ -511,7 +511,7 @@ def with_sizes(study: Study, found_sizes: Sequence[tuple[int, int]]) -> Study:
 
 
 LEAST_STEPS = 100
-"""Of a training: fewer steps do not train, however large their batch."""
+"""Fewest steps of a training: fewer do not train, however large their batch."""
 
 
 def batch_tokens_borne(tokens: float) -> float:

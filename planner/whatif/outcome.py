@@ -23,12 +23,12 @@ class YearlyRun:
     name: str
     runs_a_year: float
     hours: float
-    """Of one run."""
+    """Hours of one run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CandidateOutcome:
-    """What became of one model on one candidate; fields of time and cost are None if none fits."""
+    """Outcome of one model on one candidate; fields of time and cost are None if none fits."""
 
     candidate: str
     model: str
@@ -36,12 +36,12 @@ class CandidateOutcome:
     accelerator: str
     fits: bool
     binding: str
-    """What limits it, in words; the reason why nothing fits if nothing does."""
+    """The limit of the plan in words; the reason why nothing fits if nothing does."""
     layout: str = ""
     framework: str = ""
     """Who trains."""
     native_step_s: float | None = None
-    """Of our own runtime's best plan there, where it was planned too."""
+    """Seconds of a step of our own runtime's best plan there, where it was planned too."""
     step_s: UncertainValue | None = None
     tokens_per_s: UncertainValue | None = None
     tokens_per_step: float = 0.0
@@ -51,63 +51,63 @@ class CandidateOutcome:
     peak_bytes: float = 0.0
     capacity_bytes: float = 0.0
     fit_probability: float = 1.0
-    """That its plan fits; part of every probability of a goal, and of being the first."""
+    """Probability that its plan fits; part of that of each goal, and of being the first."""
     host_bytes: float = 0.0
-    """Of a node's memory, at most."""
+    """Bytes of a node's memory, at most."""
     parameters: int = 0
     tokens: float | None = None
     """To train in all."""
     tokens_in_budget: float | None = None
-    """That budget and deadline leave room for."""
+    """Tokens that budget and deadline leave room for."""
     goodput: UncertainValue | None = None
     """Share of the wall clock that trains."""
     hours: UncertainValue | None = None
-    """Of the run with its start; of a year of jobs, those that they take."""
+    """Hours of the run with its start; of a year of jobs, those that they take."""
     start_hours: UncertainValue | None = None
-    """Of all runs, in `hours`: before they train."""
+    """Hours of all runs before they train, included in `hours`."""
     jobs: tuple[YearlyRun, ...] = ()
-    """Of a year of jobs: each of them."""
+    """One entry for each of a year of jobs."""
     lead_days: UncertainValue | None = None
     """Until bought devices are there and a run can begin."""
     usd: UncertainValue | None = None
     usd_per_device_hour: UncertainValue | None = None
     fixed_usd_per_device_hour: UncertainValue | None = None
-    """Of every hour, used or not."""
+    """Price of every hour, used or not."""
     used_usd_per_device_hour: UncertainValue | None = None
-    """Of an hour that is used, beside what is fixed."""
+    """Price of an hour that is used, beside what is fixed."""
     share_used: UncertainValue | None = None
-    """Of the hours of a commitment that all work on it uses, where the study says it."""
+    """Share of a commitment's hours that all work on it uses, where the study says it."""
     term_hours: float | None = None
-    """Of what is paid whole, since this work alone uses it: a year of jobs, or a contract.  None
-    where other work shares what is fixed."""
+    """Hours of what is paid whole, since this work alone uses it: a year of jobs, or a contract.
+    None where other work shares what is fixed."""
     term_renews: bool = False
     """A run that takes longer begins another such term, as of a contract; else it just goes on."""
     contract_hours: float | None = None
-    """Of a term of the contract that it is had on: each that the run begins leaves a budget."""
+    """Hours of a term of its contract: each term that the run begins leaves a budget."""
     day_usd: float | None = None
-    """What the result is worth more, a day sooner, where the goal says it."""
+    """Dollars that the result is worth more, a day sooner, where the goal says it."""
     price: str = ""
     """Commitment, date and source of the price, in words."""
     price_cause: str = ""
     """The quotes that it rests on: prices of the same quotes move together."""
     price_quote_weight: float = 1.0
-    """How much of the price's deviation is its quotes'; the rest is what owning costs."""
+    """Share of the price's deviation that is its quotes'; the rest is what owning costs."""
     capital_usd: float | None = None
-    """What signing binds to: a purchase, or a contract's whole term."""
+    """Dollars bound by signing: a purchase, or a contract's whole term."""
     minimum_hours: float = 0.0
-    """That are paid at least."""
+    """Hours that are paid at least."""
     stored_usd_per_hour: UncertainValue | None = None
-    """Of data that lies beside a rented cluster while the run lasts."""
+    """Price of data that lies beside a rented cluster while the run lasts."""
     moved_usd: UncertainValue | None = None
-    """What transfers of data cost; of a year of jobs, storage too."""
+    """Cost of transfers of data; of a year of jobs, storage too."""
     outlay_usd: UncertainValue | None = None
-    """What a budget has to hold: a purchase and what its years cost, a contract's whole term, or
-    the rent of the run."""
+    """Dollars that a budget has to hold: a purchase and what its years cost, a contract's whole
+    term, or the rent of the run."""
     watts: UncertainValue | None = None
     energy_kwh: UncertainValue | None = None
     carbon_kg: UncertainValue | None = None
     grams_per_kwh: float | None = None
-    """Of CO2, of the grid that it is planned on."""
+    """Grams of CO2 of the grid that it is planned on."""
     misses: tuple[str, ...] = ()
     """Goals that it does not meet."""
     chances: dict[str, float] = field(default_factory=dict)
@@ -117,7 +117,7 @@ class CandidateOutcome:
     idle: int = 0
     """Devices that the plan leaves out, since it is faster without them."""
     provenance: dict[str, int] = field(default_factory=dict)
-    """How many figures behind the prediction are measured, fitted, quoted, assumed."""
+    """Numbers of measured, fitted, quoted and assumed figures behind the prediction."""
     optimal: bool = False
     unmeasured: bool = False
     """No published run has its accelerator under its framework, and no kernel of it was timed."""
@@ -188,14 +188,14 @@ class CandidateOutcome:
 
     @property
     def data_usd(self) -> UncertainValue:
-        """What storage and transfers cost, in `usd` too."""
+        """Dollars of storage and transfers, in `usd` too."""
         stored, moved = self.stored_usd_per_hour, self.moved_usd
         parts = [] if stored is None or self.hours is None else [product([stored, self.hours])]
         return total([*parts, *([] if moved is None else [moved])])
 
     @property
     def weighted_usd(self) -> float | None:
-        """What it costs, and what its days until the result are worth; None if one is unknown."""
+        """Dollars that it costs and its days until the result are worth; None if one is unknown."""
         if self.usd is None or self.day_usd is None or self.result_hours is None:
             return None
         return self.usd.value + self.day_usd * self.result_hours.value / 24

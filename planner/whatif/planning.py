@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 TUNERS = ("transformers", "megatron")
 """Frameworks that are searched: Hugging Face's Trainer with peft, Megatron Bridge or NeMo."""
 RANK = 16
-"""Of adapters, where nobody says."""
+"""Rank of adapters, where nobody says."""
 
 
 def fastest_fine_tuner(
@@ -83,7 +83,7 @@ def fastest_fine_tuner(
 
 NATIVE = "native"
 EIGHT_BITS: tuple[Precision, ...] = ("fp8", "mxfp8", "nvfp4")
-"""What is tried where the precision is left to the search."""
+"""Precisions that are tried where the precision is left to the search."""
 EXPERTS = "megatron+deepep+expert-overlap+cheap-recompute"
 """Megatron Core's recipes for mixtures of experts."""
 ANY_S = 1e30
@@ -103,9 +103,9 @@ class Planned:
     reason: str = ""
     """Why nothing fits."""
     parameters: int = 0
-    """Of the model; of the largest where there are several."""
+    """Parameters of the model; of the largest where there are several."""
     runs: tuple[tuple[StudyJob, Planned], ...] = ()
-    """Of a year of jobs: each of them."""
+    """One entry for each of a year of jobs."""
 
     @property
     def step_s(self) -> float:

@@ -27,7 +27,7 @@ DRAWS = 10_000
 TENTH = NORMAL.inv_cdf(0.9)
 """Standard deviations from the middle to the end of an 80 % range."""
 QUANTILES = [NORMAL.inv_cdf((k + 0.5) / DRAWS) for k in range(DRAWS)]
-"""Of the normal distribution, in equal steps of probability."""
+"""Quantiles of the normal distribution, in equal steps of probability."""
 
 
 def probability_within(figure: UncertainValue, limit: float) -> float:

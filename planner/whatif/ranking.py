@@ -116,12 +116,12 @@ def _first(outcomes: Sequence[CandidateOutcome]) -> dict[int, dict[Order, float]
 
 
 def sure(study: Study, outcome: CandidateOutcome) -> bool:
-    """Whether an outcome meets each goal as likely as the study wants."""
+    """Return whether an outcome meets each goal as likely as the study wants."""
     return outcome.chance >= study.goal.confidence
 
 
 def tie(value: float, other: float, margin: float) -> bool:
-    """Whether two figures differ by no more than a share of the larger.
+    """Return whether two figures differ by no more than a share of the larger.
 
     >>> tie(100.0, 117.0, 0.15), tie(117.0, 100.0, 0.15), tie(100.0, 120.0, 0.15)
     (True, True, False)
@@ -194,11 +194,11 @@ def _beats(other: Sequence[float], mine: Sequence[float]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Doubt:
-    """How much one cause widens the range of the best outcome, and what it could flip."""
+    """A cause that widens the range of the best outcome: by how much, and what it could flip."""
 
     cause: str
     share: float
-    """Of the variance of the logarithm of the figure."""
+    """Share of the variance of the logarithm of the figure."""
 
 
 def doubts(study: Study, best: CandidateOutcome) -> list[Doubt]:

@@ -30,7 +30,7 @@ from meshwright.planner.whatif.pricing.survival import Accounting, AccountState,
 RECENT = 50
 """Steps whose median is what a step takes."""
 MOST_POINTS = 400
-"""Of a curve; of a longer run every second one is left out, again and again."""
+"""Most points of a curve; of a longer run every second one is left out, again and again."""
 MOST_NOTED = 200
 """Incidents and drifts that are kept, the newest; of events there may be any number."""
 
@@ -47,7 +47,7 @@ ADVICE: dict[Cause, str] = {
     "notice": "Nothing; the same command with --resume goes on.",
     "user": "Nothing; the same command with --resume goes on.",
 }
-"""What is left to do, by cause."""
+"""Advice on what is left to do, by cause."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class IncidentCase:
 
     @property
     def advice(self) -> str:
-        """What is left to do."""
+        """Advice on what is left to do."""
         return ADVICE[self.incident.cause]
 
 
@@ -93,9 +93,9 @@ class RunView:
     save_failed: SaveFailed | None
     """The last save, where it failed."""
     ended: AttemptEnded | None
-    """How its last attempt ended, if it ended as it should."""
+    """End of its last attempt, if it ended as it should."""
     at_unix_s: float
-    """Of its last event."""
+    """Time of its last event, in Unix seconds."""
 
 
 class CaseState(Part):
@@ -109,7 +109,7 @@ class CaseState(Part):
     steps_lost: Count
     lost_s: Amount | None = None
     is_open: bool
-    """Whether training has not gone on yet."""
+    """True if training has not gone on yet."""
 
 
 class ViewState(Part):
@@ -294,12 +294,12 @@ class Viewer:
 
     @property
     def expectation(self) -> Expected | None:
-        """What was predicted before the first attempt."""
+        """Prediction made before the first attempt."""
         return self._expected
 
     @property
     def seconds(self) -> RunSeconds:
-        """Where the seconds of the run went until now."""
+        """Seconds of the run until now, by what was done in them."""
         return self._account.seconds()
 
     def view(self) -> RunView:

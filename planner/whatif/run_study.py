@@ -52,14 +52,14 @@ FEW = 3
 """This number of tasks is not worth starting processes for."""
 
 _kept = FigureStore()
-"""Of a process that was started for tasks."""
+"""Figures of a process that was started for tasks."""
 
 
 class Workers:
     """Processes that start with the first tasks that are many, and end with the study."""
 
     def __init__(self, processes: int | None = None, executor: Executor | None = None) -> None:
-        """As many as there are cores if it is not said, and never more; or another engine's."""
+        """Use `processes`, by default one for each core and never more; or another engine's."""
         cores = os.cpu_count() or 1
         self._count = min(processes or cores, cores)
         self._elsewhere = executor
@@ -166,9 +166,9 @@ def _in_process(what: Callable[[A, FigureStore], B], task: A) -> B:
 
 Progress = Callable[[int, int], None]
 SIZES_FIRST = 3
-"""Of many sizes of a cluster, this number is planned under every framework."""
+"""Number of sizes of a cluster, of many, that are planned under every framework."""
 NATIVE_TOO = 5
-"""Of each model, this number of the first candidates are planned for our own runtime too."""
+"""Number of each model's first candidates that are planned for our own runtime too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,12 +183,12 @@ class Changed:
     cost: float | None
     """Cost at the same price, over that before."""
     premium_usd_per_device_hour: float | None
-    """What the change may cost at most, an hour and device, to pay."""
+    """Dollars that the change may cost at most, an hour and device, to pay."""
     plan_changed: bool
 
     @property
     def words(self) -> str:
-        """What was changed, as people say it."""
+        """The change, as people say it."""
         return f"{WORDS[self.change]} x {self.factor:g}"
 
 
@@ -207,7 +207,7 @@ class Result:
     flips: tuple[str, ...] = ()
     interrupted: bool = False
     base: CandidateOutcome | None = None
-    """What marginal values and curves are against."""
+    """Outcome that marginal values and curves are compared with."""
     sizes: tuple[str, ...] = ()
     """Sizes that were found, each with what bounds it."""
     candidates: dict[str, Candidate] = field(default_factory=dict)

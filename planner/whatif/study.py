@@ -82,16 +82,16 @@ USUAL: dict[ChangeName, tuple[float, ...]] = {
     "host_memory": (2.0,),
     "devices": (0.9, 1.1),
 }
-"""What is changed where a study does not say."""
+"""Changes and their factors where a study does not say."""
 Tuning = Literal["pretrain", "full", "lora", "qlora"]
 Order = Literal["cost", "time", "energy", "carbon", "weighted"]
 Commitment = Literal["on_demand", "reserved", "spot"]
 Sizing = Literal["need", "power", "afford"]
 YEAR = "a year of jobs"
 EXACT_FIT = 1e-6
-"""Of plans that need not be surer than this to fit."""
+"""Least risk that is asked for: no plan has to be surer than 1 - EXACT_FIT to fit."""
 PUBLIC = "public"
-"""As a framework: the public one that is fastest there."""
+"""Name that stands for the public framework that is fastest there."""
 
 
 class Work(Part):
@@ -723,7 +723,7 @@ class Study(Document):
 
     @property
     def rows(self) -> tuple[str, ...]:
-        """What candidates are ranked for: each model, or a year of all jobs."""
+        """Rows that candidates are ranked for: each model, or a year of all jobs."""
         return (YEAR,) if self.jobs else self.models
 
     def tokens_of(self, parameters: float) -> float | None:

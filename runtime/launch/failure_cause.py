@@ -37,13 +37,13 @@ class Hang:
     rank: int
     operation: str
     number: int
-    """Of its process group's collectives, in order."""
+    """Number of the collective among those of its process group, in order."""
     waited_s: float
     group: str = "0"
 
     @property
     def text(self) -> str:
-        """What a report says.
+        """The hang as a report states it.
 
         >>> Hang(rank=3, operation="ALLREDUCE", number=17, waited_s=600.0).text
         'rank 3 waited 600 s in collective 17 of its group (ALLREDUCE)'

@@ -39,19 +39,19 @@ from meshwright.runtime.run.run_folder import log_text
 
 
 class RunContext(Protocol):
-    """What is known of the run whose ranks have ended: of a launch, or of a script."""
+    """Run whose ranks have ended, as far as it is known: of a launch, or of a script."""
 
     @property
     def plan(self) -> Plan:
-        """By which its ranks are laid out."""
+        """Plan by which its ranks are laid out."""
 
     @property
     def run(self) -> LaunchRun:
-        """What it was asked for."""
+        """Options that it was asked for."""
 
     @property
     def ranks(self) -> LocalRanks:
-        """Those of this node."""
+        """Ranks of this node."""
 
     @property
     def output(self) -> Path:
@@ -93,7 +93,7 @@ class RankFailed(RunEnded):
     ) -> None:
         super().__init__(lead, saved=saved, rest=rest)
         self.left = left
-        """What was heard, where it was another node."""
+        """Error with which another node left, where it was another node."""
         self.local_rank = local_rank
         self.end = end
         """None where it was a rank of another node, which tells it."""
@@ -183,11 +183,11 @@ def incident(cause: Cause, evidence: str, *, after_step: int, rank: int | None =
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUse:
-    """What is known of memory when a rank has ended."""
+    """Memory of a rank that has ended, as far as it is known."""
 
     prediction: Prediction | None = None
     killed: bool = False
-    """Whether the system has killed a process of this launch for memory."""
+    """True if the system has killed a process of this launch for memory."""
     most_bytes: int | None = None
     """The most host memory that the rank had, where that was looked at."""
 

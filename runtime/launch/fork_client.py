@@ -24,7 +24,7 @@ OWN = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
     "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME",
 )  # fmt: skip
-"""What each rank gets anew; all else of its environment was there when torch was imported."""
+"""Variables that each rank gets anew; all others were there when torch was imported."""
 
 
 MESHWRIGHT = "MESHWRIGHT_"

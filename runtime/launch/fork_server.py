@@ -28,7 +28,7 @@ from meshwright.runtime.launch.fork_client import LAUNCHER, MOST_BYTES
 from meshwright.runtime.run.rank_exit import die_with_launcher, leave
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-"""That the launcher gets, and ends us."""
+"""Signals that the launcher gets, and then ends this process."""
 
 
 def main() -> int:

@@ -40,7 +40,7 @@ XIDS: dict[int, tuple[Part, str]] = {
     154: ("device", "the driver asks for a reset or a restart of the node"),
 }
 _NVLINK_5 = range(144, 151)
-"""Of these the driver says whether they are fatal; others pass."""
+"""Xids of NVLink 5, of which the driver says whether they are fatal; others pass."""
 
 WORDS: tuple[tuple[str, Part, str], ...] = (
     (r"uncorrectable ECC error", "device", "uncorrectable ECC error"),

@@ -35,12 +35,12 @@ class Launch:
     """Print neither progress nor warnings on stderr."""
     node_rank: NodeRank = ALONE
     nodes: Sequence[int] = ()
-    """How many devices each of several nodes has."""
+    """Number of devices of each of several nodes."""
 
     prediction: Prediction | None = None
     """With it the report has the MFU, and steps that leave its range are named."""
     expect: Callable[[int], Expected] | None = None
-    """Where the seconds of a number of steps should go, which the report compares."""
+    """Expected seconds of a number of steps by part, which the report compares."""
     saves: SaveFigures | None = None
     """From these the steps between checkpoints are computed again, as saves are measured."""
 
@@ -51,9 +51,9 @@ class Launch:
     zygote: Zygote | None = None
     """Forks the ranks, so that the next attempt need not import torch again."""
     slots: Slots | None = None
-    """Where ranks copy their state."""
+    """Slots into which ranks copy their state."""
     copies: bool = True
-    """Whether ranks go on from what is in slots."""
+    """True if ranks go on from what is in slots."""
     before: Decision | None = None
     """Why the plan is another than the one that the run was given."""
     again: bool = False
@@ -65,11 +65,11 @@ class Launch:
 
     @property
     def predicted_step_s(self) -> float | None:
-        """What a step should take."""
+        """Predicted seconds of a step."""
         return self.prediction.step_time_s if self.prediction else None
 
     @property
     def peak_step_s(self) -> float | None:
-        """What a step would take with every device at its peak."""
+        """Seconds of a step with every device at its peak."""
         prediction = self.prediction
         return prediction.mfu * prediction.step_time_s or None if prediction else None

@@ -34,7 +34,7 @@ class Growth:
     now_bytes: int
     bytes_per_s: float
     left_bytes: int
-    """That the node has yet."""
+    """Bytes that the node has yet."""
 
     @property
     def left_s(self) -> float:

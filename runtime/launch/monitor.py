@@ -50,7 +50,7 @@ class Pace:
         self._watch = DriftWatch(ready.plan, ready.ranks.devices, prediction)
         self._memory = MemoryGrowth()
         self._usual_s = 0.0
-        """What a step takes."""
+        """Usual seconds of a step."""
         self._next_s = 0.0
 
     def __call__(self, news: Sequence[StepRecord]) -> None:
@@ -95,7 +95,7 @@ class Pace:
 
 
 class Looks:
-    """What a launcher does while its ranks run: it shows steps, and looks for ranks that hang."""
+    """Work of a launcher while its ranks run: it shows steps, and looks for ranks that hang."""
 
     def __init__(self, ready: Preflight, shown: ProgressLine, asked: Launch) -> None:
         self.shown, self.agent = shown, asked.agent

@@ -50,7 +50,7 @@ class LocalRanks:
 
     @property
     def leads(self) -> bool:
-        """Whether this node has rank 0."""
+        """True if this node has rank 0."""
         return 0 in self.devices
 
     def environment(self, rank: int, *, port: int | str = "<a free port>") -> dict[str, str]:
@@ -72,7 +72,7 @@ class Preflight:
     plan: Plan
     model: ModelGraph
     run: LaunchRun
-    """As it was asked for; its `checkpoint` and `weights` are absolute, other paths as given."""
+    """Options asked for; `checkpoint` and `weights` are absolute, other paths as given."""
     ranks: LocalRanks
     files: Files
     held_out: Files | None
@@ -84,7 +84,7 @@ class Preflight:
 
     @property
     def command(self) -> list[str]:
-        """What each rank runs."""
+        """Command line of each rank."""
         return [
             sys.executable,
             "-m",

@@ -53,7 +53,7 @@ _PEER_IS_GONE = ("closed by peer", "Connection reset", "Broken pipe", "Connectio
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exit:
-    """How a rank ended: an exit code, or minus the signal that killed it."""
+    """End of a rank: an exit code, or minus the signal that killed it."""
 
     rank: int
     code: int
@@ -69,7 +69,7 @@ class Exit:
 
     @property
     def is_cause(self) -> bool:
-        """Whether no other rank's end can have caused it: libraries abort, and do not kill.
+        """True if no other rank's end can have caused it: libraries abort, and do not kill.
 
         >>> Exit(rank=0, code=-9).is_cause, Exit(rank=0, code=-6).is_cause
         (True, False)
@@ -102,7 +102,7 @@ class RunningRanks:
         self._exits: dict[int, Exit] = {}
         self._console: Console | None = None
         self._ends = select.poll()
-        """What becomes readable when a rank ends."""
+        """Descriptors that become readable when a rank ends."""
         self._descriptors: list[int] = []
         try:
             for rank, (environment, log) in enumerate(zip(environments, logs, strict=True)):
@@ -366,7 +366,7 @@ CHUNK_BYTES = 1 << 16
 LAST_WORDS_S = 5.0
 
 
-"""How long to wait for what a process that has ended left in its pipe."""
+"""Seconds to wait for what a process that has ended left in its pipe."""
 
 
 class Console:

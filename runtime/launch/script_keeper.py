@@ -78,7 +78,7 @@ class ScriptKeeper:
         """None until the script has said what goes with its state."""
         self._taken: dict[str, Any] = {}
         self._copies = self._saves = False
-        """What is due when the next step begins."""
+        """Copies and saves that are due when the next step begins."""
         self._noticed = False
         self._loss = 0.0
         self._first: int | None = None

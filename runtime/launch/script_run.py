@@ -74,12 +74,12 @@ PROGRESS_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptRun:
-    """What a script's run left."""
+    """Results of a script's run."""
 
     steps: tuple[StepRecord, ...]
     output: Path
     restarts: int
-    """How often the ranks were started again."""
+    """Number of times that the ranks were started again."""
     global_batch: int
 
     @property
@@ -121,7 +121,7 @@ class _Ended(LaunchError):  # noqa: N818 - it is told to the other nodes, which 
     def __init__(self, how: str, rest: str = "", end: RankEnd | None = None) -> None:
         super().__init__(how)
         self.rest = rest
-        """What is said beside where it is the end."""
+        """Text that is added where this error is the end."""
         self.end = end
         """None where nothing is to be done about it."""
 
@@ -168,12 +168,12 @@ class _ScriptProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survival:
-    """What a script's run does about what ends its ranks."""
+    """Reactions of a script's run to what ends its ranks."""
 
     checkpoint: Path | None = None
-    """Where ranks save by themselves, absolute."""
+    """Absolute path of the folder where ranks save by themselves."""
     every: int | None = None
-    """After how many steps; where the least is lost otherwise."""
+    """Number of steps between saves; where the least is lost otherwise."""
     elastic: bool = False
     """Look for ranks that hang, have copies of state in memory, and go by the table of verdicts."""
     fewer: Callable[[int], Path | None] = lambda devices: None
@@ -367,7 +367,7 @@ def _next_attempt(
 
 @dataclass(frozen=True, slots=True)
 class _Started:
-    """What is started on this node."""
+    """Run that is started on this node."""
 
     plan: Plan
     plan_path: Path
@@ -385,7 +385,7 @@ class _Started:
 
     @property
     def run(self) -> LaunchRun:
-        """What it is asked for, as a launch says it."""
+        """Options that it is asked for, in the form of a launch's."""
         return LaunchRun(checkpoint=self.survival.checkpoint)
 
 

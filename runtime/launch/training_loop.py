@@ -63,7 +63,7 @@ COLLECTED_EVERY = 50
 MOST_WHY = 1000
 """Characters of why a checkpoint could not be written."""
 MEMORY_STEP = 2
-"""Which step of a run is watched for its peak memory: the first with the optimizer's state."""
+"""Step of a run that is watched for its peak memory: the first with the optimizer's state."""
 
 
 def token_engine(
@@ -268,7 +268,7 @@ class Loop:
 
     @functools.cached_property
     def _frozen(self) -> str | None:
-        """Which weights stay as they are, if adapters are trained."""
+        """Weights that stay as they are, if adapters are trained."""
         return checkpoint.frozen_weights(self.plan, self.orders.weights)
 
     @functools.cached_property

@@ -72,7 +72,7 @@ _OF_LINKS = (
     "transport retry counter exceeded",
 )
 TEST_S = 120.0
-"""How long a device has for its test."""
+"""Seconds that a device has for its test."""
 WAITS_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 """Between tries of a folder that gives errors."""
 _DEVICE_TEST = """

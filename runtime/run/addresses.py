@@ -30,7 +30,7 @@ MAX_NAMED = 8
 BACKLOG = 4096
 """Connections that wait to be accepted: of all nodes, and of strangers beside them."""
 INTERFACE = struct.Struct("16s4x4s16x")
-"""Of Linux' struct ifreq: label, IPv4 address."""
+"""Layout of Linux' struct ifreq: label, IPv4 address."""
 REACHABLE = (
     f"if others know it by another address, set {LISTEN} on node 0 to that, or mend /etc/hosts "
     "where the name stands at 127.0.1.1"

@@ -38,9 +38,9 @@ GREETING_BYTES = len(MAGIC) + NONCE_BYTES
 LENGTH = struct.Struct("!Q")
 CODE_BYTES = 32
 MAX_INTRODUCTION_BYTES = 4096
-"""Of the first message, which comes from anybody."""
+"""Most bytes of the first message, which comes from anybody."""
 MAX_MESSAGE_BYTES = 2**30
-"""Of a message from a node that knows the secret."""
+"""Most bytes of a message from a node that knows the secret."""
 SECRET = "MESHWRIGHT_SECRET"
 SECRET_FILE = "MESHWRIGHT_SECRET_FILE"
 PIECE_BYTES = 2**20
@@ -49,7 +49,7 @@ MAX_SECRET = 4096
 
 
 class Unauthentic(ValueError):  # noqa: N818 - reads as the sentence that it is
-    """What came is not what somebody with the secret sends; the text says why."""
+    """A message is not from somebody with the secret; the text says why."""
 
 
 class Channel:

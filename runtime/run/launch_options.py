@@ -19,7 +19,7 @@ from meshwright.runtime.run.node_rank import NodeRank, node_rank_of
 
 
 class LaunchRun(Part):
-    """What a launch is asked for beside its plan; the descriptions are the command line's help.
+    """Options of a launch beside its plan; the descriptions are the command line's help.
 
     Raises LaunchError for numbers of steps, batches, checkpoints or seconds that no run has.
     """
@@ -91,7 +91,7 @@ class LaunchRun(Part):
 
 
 class Where(Part):
-    """Where a command runs: here, on several nodes, or as a scheduler's job.
+    """Place where a command runs: here, on several nodes, or as a scheduler's job.
 
     Nodes each start it, or are hosts on which it is started from here.
     """

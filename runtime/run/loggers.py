@@ -20,7 +20,7 @@ MOST_PARAMETER = 250
 
 
 class Logger(Protocol):
-    """What gets the figures of every step."""
+    """Receiver of the figures of every step."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Take a step's figures, by their names in metrics.jsonl."""

@@ -27,16 +27,16 @@ BY_HAND = "the command line"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRank:
-    """Which node of how many this is, and where node 0 listens."""
+    """Number of this node, the number of nodes, and where node 0 listens."""
 
     node: int
     nodes: int
     host: str
     port: int = PORT
     source: str = BY_HAND
-    """What says so."""
+    """Name of the source that gave these values."""
     port_setting: str = "--rendezvous HOST:PORT"
-    """What says another port, on every node."""
+    """Setting by which every node is given another port."""
 
 
 ALONE = NodeRank(

@@ -20,11 +20,11 @@ from meshwright.planner.system.safe_files import open_below
 NOTICE = "MESHWRIGHT_NOTICE"
 """Names, to each rank, the file that a notice leaves."""
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-"""What tells a launcher."""
+"""Signals that give notice to a launcher."""
 OF_SCRIPTS = (signal.SIGUSR1, signal.SIGHUP)
-"""What ranks of a script leave to it: what a script starts itself is ended by SIGTERM."""
+"""Signals that a script's ranks leave to it: what a script starts itself is ended by SIGTERM."""
 GRACE_S = 120
-"""How long before the end jobs of ours ask schedulers for a notice."""
+"""Seconds before the end at which our jobs ask schedulers for a notice."""
 
 
 def notice_file(output: Path) -> Path:

@@ -39,7 +39,7 @@ class ProgressLine:
 
     @property
     def progress_text(self) -> str:
-        """How far training has come, in words."""
+        """Progress of training, in words."""
         return f"after step {self.step}" if self.step else "before the first step"
 
     def follow(self, metrics: Path, before: Iterable[StepRecord] = ()) -> None:

@@ -36,7 +36,7 @@ from meshwright.runtime.core import checksums
 
 SEGMENT_BYTES = 2 << 20
 MOST_SEGMENT_BYTES = 64 << 20
-"""Of a segment that is read, unpacked: more was not written by us."""
+"""Most bytes of a segment that is read, unpacked: more was not written by us."""
 SETTLE_S = 2.0
 """From the moment when a file is moved until nobody writes to it any more."""
 LOOK_S = 5.0
@@ -48,7 +48,7 @@ _NAME = re.compile(r"(events|metrics)-(\d{6,9})\.jsonl(\.gz)?")
 
 
 class RecordIndex(Document):
-    """What the events of a run's old segments amount to."""
+    """Summary of the events of a run's old segments."""
 
     kind_of_document: ClassVar[str] = "index of a run's records"
 

@@ -119,11 +119,11 @@ REPLANNED: Sequence[Verdict] = (
         causes=frozenset({"crash", "device"}), devices=2, reaction="shrink", why="a rank is lost"
     ),
 )
-"""What `--replan` alone does."""
+"""Verdicts of `--replan` alone."""
 
 
 class RankEnd(Part):
-    """How an attempt ended; nodes tell it to each other."""
+    """End of an attempt; nodes tell it to each other."""
 
     cause: Cause
     rank: Count
@@ -133,9 +133,9 @@ class RankEnd(Part):
     needed: Factor | None = None
     """Memory that the rank needed at least, over what was predicted, where it ran out of it."""
     on_host: bool = False
-    """Of the host, beside devices with memory of their own."""
+    """True if the memory is the host's, beside devices with memory of their own."""
     named: bool = True
-    """Whether it is known that this rank did it."""
+    """True if it is known that this rank did it."""
     said: Text | None = None
     """By its own node's launcher."""
 

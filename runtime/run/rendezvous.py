@@ -41,11 +41,11 @@ from meshwright.runtime.run.authenticated_channel import (
 from meshwright.runtime.run.node_rank import NodeRank
 
 MEET_S = 300.0
-"""How long the first node waits for the last."""
+"""Seconds that the first node waits for the last."""
 GREET_S = 10.0
-"""How long a connection may take to show that it knows the secret."""
+"""Seconds that a connection may take to show that it knows the secret."""
 OTHERS_S = 10.0
-"""How long a node that only lost a peer waits for the reason."""
+"""Seconds that a node that only lost a peer waits for the reason."""
 POLL_S = 0.2
 """Between two looks at what else happens while a node waits."""
 MAX_NEWCOMERS = 256
@@ -67,7 +67,7 @@ class NodeLeft(LaunchError):  # noqa: N818 - reads as the sentence that it is
     def __init__(self, message: str, *, node: int | None = None) -> None:
         super().__init__(message)
         self.node = node
-        """Which one, where it is gone without a word."""
+        """Number of the other node, where it is gone without a word."""
 
 
 def _nothing() -> None:
@@ -93,7 +93,7 @@ class Rendezvous:
         self._others: dict[int, Channel] = {}
         self._early: dict[int, list[Any]] = {}
         self.address = "127.0.0.1"
-        """Where other nodes reach this one."""
+        """Address at which other nodes reach this one."""
         self.interface: str | None = None
         """The network interface that has this address; None for one node alone."""
         if node_rank.nodes == 1:
@@ -317,7 +317,7 @@ class _Reception:
                         self._drop(newcomer, f"it was silent for {self._greet_s:g} s")
 
     def _complete(self) -> bool:
-        """Whether all nodes are connected; one that died before that is not.
+        """Return whether all nodes are connected; one that died before that is not.
 
         One that said why it leaves ends the job: LaunchError is its reason.
         """

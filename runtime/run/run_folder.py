@@ -66,12 +66,12 @@ from meshwright.runtime.run.record_segments import segments
 
 Device = Literal["cuda", "cpu"]
 Stopped = Literal["steps", "max_seconds", "notice", "grow"]
-"""What ended a run: all its steps, its seconds, a notice that the machine is taken away, or that it
-goes on on more nodes."""
+"""Reason for which a run ended: all its steps, its seconds, a notice that the machine is taken
+away, or that it goes on on more nodes."""
 
 
 class RankOrders(LaunchRun, Document):
-    """What every rank of a run gets beside its rank: the run, with what was found for it.
+    """Orders of every rank of a run beside its rank: the run, with what was found for it.
 
     Paths are absolute; `evaluate` is the folder of the prepared corpus that is held out.
     """
@@ -89,18 +89,17 @@ class RankOrders(LaunchRun, Document):
     resumed: Path | None = None
     """The one checkpoint to go on from."""
     peak_step_s: Rate | None = None
-    """What a step would take with every device at its peak; divided by a step's time it is the
-    MFU."""
+    """Seconds of a step with every device at its peak; divided by a step's time it is the MFU."""
     predicted_step_s: Rate | None = None
     saves: SaveFigures | None = None
     """From these the steps between checkpoints are computed, and again as saves are measured; None
     where they were asked for."""
     copies: bool = True
-    """Whether copies in memory are gone on from; not where they may have been damaged."""
+    """True if copies in memory are gone on from; not where they may have been damaged."""
 
 
 class RankRecord(Document):
-    """What one rank measured."""
+    """Measurements of one rank."""
 
     kind_of_document: ClassVar[str] = "rank's record"
 
@@ -118,7 +117,7 @@ class RankRecord(Document):
     device_memory_bytes: Count | None = None
     """In use on the device at the end, by everybody."""
     compile_s: Amount = 0.0
-    """Of forwards that compiled a layer; those steps are among the warm-up."""
+    """Seconds of forwards that compiled a layer; those steps are among the warm-up."""
     not_compiled: dict[Text, Text] = Field(default_factory=dict)
     """Why layers ran eager that the plan compiles, by name."""
     stopped: Stopped = "steps"
@@ -136,7 +135,7 @@ class Failure(Part):
     held: dict[Text, Count] = Field(default_factory=dict)
     """Bytes by kind that a rank held which ran out of memory."""
     needed_bytes: Count | None = None
-    """That it took or asked for in all, where that is counted."""
+    """Bytes that it took or asked for in all, where that is counted."""
     suspect: Count | None = None
     """The rank whose memory differs from that of most others."""
 

@@ -25,7 +25,7 @@ from meshwright.planner.whatif.pricing.survival import RunSeconds
 from meshwright.runtime.run.run_folder import Device, RankOrders, RankRecord, Stopped
 
 LEAST_SHARE = 5e-4
-"""Of a run's time, that is mentioned."""
+"""Least share of a run's time that is mentioned."""
 FEW_FAILURES = 0.01
 """Fewer are not counted out."""
 WARM_UP_STEPS = 2
@@ -50,7 +50,7 @@ class Evaluation(Part):
 
 
 class RunReport(Document):
-    """What a run did and measured; times are per step, the slowest rank's clock."""
+    """Results and measurements of a run; times are per step, the slowest rank's clock."""
 
     kind_of_document: ClassVar[str] = "run's report"
 
@@ -69,7 +69,7 @@ class RunReport(Document):
     step_s: tuple[Amount, ...]
     """Every step of the run  [step]."""
     timed_steps: Count
-    """How many steps the median is of: without warm-up and steps slowed by a measurement."""
+    """Steps that the median is of: without warm-up and steps slowed by a measurement."""
     step_time_s: Amount | None = None
     """The median; none where the run was too short to have one."""
     step_time_spread: Amount | None = None
@@ -77,7 +77,7 @@ class RunReport(Document):
     tokens_per_s: Amount | None = None
     mfu: Amount | None = None
     compile_s: Amount = 0.0
-    """Of the rank that compiled longest."""
+    """Seconds of the rank that compiled longest."""
     not_compiled: dict[Text, Text] = Field(default_factory=dict)
     """Why layers ran eager that the plan compiles, by name."""
     stages: tuple[StagePeak, ...]
@@ -90,9 +90,9 @@ class RunReport(Document):
     goodput: Proportion | None = None
     """Seconds of steps that count over those of the wall clock, over all attempts of this run."""
     steps_lost: Count = 0
-    """Of all its attempts."""
+    """Steps lost in all its attempts."""
     seconds: dict[Text, Amount] = Field(default_factory=dict)
-    """Of the wall clock of all attempts, by what was done in them."""
+    """Seconds of the wall clock of all attempts, by what was done in them."""
     expected: Expected | None = None
     """The same and the goodput, as predicted before the first attempt."""
 

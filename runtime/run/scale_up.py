@@ -14,7 +14,7 @@ from meshwright.planner.system.safe_files import open_below
 GROW = "MESHWRIGHT_GROW"
 """Names, to each rank of a run that may grow, the file that asks for it."""
 TIMES = 2.0
-"""What is gained, over what it costs, has to be more than this."""
+"""Ratio of gain to cost above which a run grows."""
 
 
 def environment(output: Path) -> dict[str, str]:
@@ -29,7 +29,7 @@ def request_end(output: Path) -> None:
 
 
 def may_be_asked() -> bool:
-    """Whether this rank's run may grow; the same on all of them.
+    """Return whether this rank's run may grow; the same on all of them.
 
     >>> may_be_asked()
     False
@@ -38,7 +38,7 @@ def may_be_asked() -> bool:
 
 
 def is_asked() -> bool:
-    """Whether this rank's launcher asks for it."""
+    """Return whether this rank's launcher asks for it."""
     return Path(os.environ[GROW]).exists()
 
 

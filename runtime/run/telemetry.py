@@ -28,7 +28,7 @@ EVERY_S = 2.0
 """Between looks at the events."""
 EXPORT_MS = 15_000
 IDLE_S = 10.0
-"""How long a connection may say nothing."""
+"""Seconds that a connection may say nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,7 +251,7 @@ class OpenTelemetry:
 
 
 class Telemetry:
-    """What a launcher serves and sends while a `with` block lasts."""
+    """Telemetry that a launcher serves and sends while a `with` block lasts."""
 
     def __init__(self, output: Path, *, prometheus: str | None, opentelemetry: str | None) -> None:
         self._output = output

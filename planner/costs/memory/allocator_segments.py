@@ -31,7 +31,7 @@ class Replayed:
     table: OperatorTable
     recompute: Recompute
     unit_bytes: float
-    """Of its working copy, where each pass gathers that."""
+    """Bytes of its working copy, where each pass gathers that."""
 
 
 class _TwoStreams:

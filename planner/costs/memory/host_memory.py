@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from meshwright.planner.documents.plan import Layout, Offload
 
 PINNED_BY_TORCH = 0.5
-"""Of a host's memory, where parameters are there: FSDP has torch pin them, in powers of two."""
+"""Share of a host's memory that can be filled where parameters are there: FSDP has torch pin them,
+in powers of two."""
 
 
 def usable_share(framework: Framework, offload: Offload) -> float:

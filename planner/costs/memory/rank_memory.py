@@ -44,7 +44,7 @@ class StageTraffic:
 
     received_bytes: float
     made_bytes: float
-    """Of what is sent, what this stage made; the rest it received and passes on as it is."""
+    """Bytes sent that this stage made; it received the rest and passes that on as it is."""
     sent_bytes: float
 
     def kept_bytes(self, *, sent: bool) -> float:
@@ -56,12 +56,12 @@ class StageTraffic:
 
     @property
     def widest_bytes(self) -> float:
-        """What is under way at once at the end where more crosses."""
+        """Bytes under way at once at the end where more crosses."""
         return max(self.received_bytes, self.sent_bytes)
 
 
 class RankCosts(Protocol):
-    """What a rank's bytes depend on beside its layers: part of `LayoutCosts`."""
+    """Costs that a rank's bytes depend on beside its layers: part of `LayoutCosts`."""
 
     @property
     def boundary_bytes(self) -> float:
@@ -69,15 +69,15 @@ class RankCosts(Protocol):
 
     @property
     def keeps_sent(self) -> bool:
-        """Whether sent activations stay until their backward."""
+        """True if sent activations stay until their backward."""
 
     @property
     def context_bytes(self) -> float:
-        """Of the process, and of the buffers that `reduce_bytes` counts."""
+        """Bytes of the process, and of the buffers that `reduce_bytes` counts."""
 
     @property
     def reduce_bytes(self) -> float:
-        """In which gradients are gathered for their reduction, there from the start."""
+        """Bytes in which gradients are gathered for their reduction, there from the start."""
 
     @property
     def slack(self) -> float:
@@ -89,19 +89,19 @@ class RankCosts(Protocol):
 
     @property
     def room_share(self) -> float:
-        """Of the room, what predicted needs may take."""
+        """Share of the room that predicted needs may take."""
 
     @property
     def flat_bytes_at_most(self) -> float:
-        """Of a shard's gradients, the most that the optimizer's step copies together."""
+        """Bytes of a shard's gradients that the optimizer's step copies together, at most."""
 
     @property
     def recorded_bytes(self) -> float:
-        """Freed, and not reusable until a collective ends."""
+        """Bytes freed, and not reusable until a collective ends."""
 
     @property
     def workspace_bytes(self) -> float:
-        """Of libraries, in the allocator."""
+        """Bytes of libraries' workspaces, in the allocator."""
 
 
 def whole_room_bytes(memory_bytes: float, costs: RankCosts) -> float:
@@ -124,8 +124,8 @@ def room_bytes(memory_bytes: float, costs: RankCosts) -> float:
 
 
 NOT_TENSORS = ("context", "reduce buckets", "allocator overhead", "recorded buffers", "workspaces")
-"""Of the parts of a rank's memory, what the process and its allocator take.  An allocator that runs
-short waits for the collectives of blocks not freed yet, so that `recorded buffers` cost no room;
+"""Parts of a rank's memory that the process and its allocator take.  An allocator that runs short
+waits for the collectives of blocks not freed yet, so that `recorded buffers` cost no room;
 `workspaces` are too small to (one in a thousand of a device)."""
 
 
@@ -135,7 +135,7 @@ def tensors_bytes(parts: Mapping[str, float]) -> float:
 
 
 def has_room(memory_bytes: float, parts: Mapping[str, float], costs: RankCosts) -> bool:
-    """Whether a rank's peak fits so much device memory, up to the rounding of its sum.
+    """Return whether a rank's peak fits so much device memory, up to the rounding of its sum.
 
     The parts of the peak are those of `rank_memory_parts`.
     """

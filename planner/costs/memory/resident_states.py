@@ -205,14 +205,14 @@ class ResidentParameters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertShard:
-    """Those of its parameters that are experts with ranks of their own, and how they are shared."""
+    """Parameters of a layer's experts that have ranks of their own, and how they are shared."""
 
     parameters: float
     sharing: StateSharding
 
 
 class ResidentStates:
-    """What ranks hold of a model's layers, for any layout."""
+    """States of a model's layers that ranks hold, for any layout."""
 
     def __init__(self, model: ModelGraph, job: Job, framework: Framework) -> None:
         self._model = model
@@ -258,7 +258,7 @@ class ResidentStates:
         )
         """Each matrix is updated whole by one rank, which keeps a copy of it."""
         self.wide = weights == "nf4" and framework.types.wide_frozen
-        """Whether what of a frozen model is not in 4 bits is fp32, where nothing is divided."""
+        """True if the part of a frozen model not in 4 bits is fp32, where nothing is divided."""
         if self.wide:
             self._types_of_ends[0] = replace(self._types_of_ends[0], frozen=float(FP32))
         self._gathers_narrow = (
@@ -441,7 +441,7 @@ class ResidentStates:
         return dense + (routed if layout.expert == 1 else 0.0)
 
     def _flat(self, sharing: StateSharding) -> bool:
-        """Whether units are those of FSDP1; it has no pipelines."""
+        """Return whether units are those of FSDP1; it has no pipelines."""
         return sharing.types.unit == "flat" and sharing.is_wrapped and not sharing.pipelined
 
     def _in_root(
@@ -600,5 +600,5 @@ def loss_gradients(layout: Layout) -> LossGradients | None:
 
 
 def weight_versions(layout: Layout) -> int:
-    """How many copies of its parameters a rank has."""
+    """Return the number of copies of its parameters that a rank has."""
     return layout.executed_schedule.weight_versions

@@ -76,14 +76,15 @@ STATE_BLOCK = 256
 """Elements of a moment in 8 bits that share a scale of 4 bytes (bitsandbytes, optim/optimizer.py,
 Optimizer2State; torchao, optim/adam.py, _AdamBase)."""
 NEWTON_SCHULZ_STEPS = 5
-"""Of Muon's update of a matrix (Jordan et al., 2024)."""
+"""Newton-Schulz iterations of Muon's update of a matrix (Jordan et al., 2024)."""
 FP32 = 4
 """Bytes of an element in full precision."""
 NARROW = 1.0
 """Bytes of a parameter that is gathered in 8 bits."""
 BUCKETS = 3
 BUCKET_BYTES = 64 * 2**20
-"""Of moments that come to the device together, those in use, and those that go back."""
+"""Number of buckets, and least bytes of each: of moments that come to the device together, those in
+use, and those that go back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -95,16 +96,17 @@ class StateTypes:
 
     working: float
     frozen: float
-    """Of a parameter that is not trained, in computation."""
+    """Bytes of a parameter that is not trained, in computation."""
     frozen_stored: float
-    """Of its shard, which FSDP casts as it gathers: a model that is loaded in fp32 is so there."""
+    """Bytes in its shard, which FSDP casts as it gathers: a model loaded in fp32 is in fp32
+    there."""
     scales: float
     """Beside it, of scales of blocks that it was rounded by, which are no parameters."""
     master: float
     """Beside the working one; 0 where that is trained."""
     gradient: float
     fresh: float
-    """Of a gradient that waits beside the sum until the reduction."""
+    """Bytes of a gradient that waits beside the sum until the reduction."""
     moments: float
     wire: float
     unit: Unit
@@ -117,7 +119,7 @@ class StateTypes:
 
     @property
     def stored_bytes(self) -> float:
-        """Of the parameter that the optimizer updates."""
+        """Bytes of the parameter that the optimizer updates."""
         return self.master or self.working
 
 
@@ -277,7 +279,7 @@ def updated_bytes(types: StateTypes, rule: OptimizerRule) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSharding:
-    """How the states of a layer are divided, and when its gradients are reduced."""
+    """Division of a layer's states, and when its gradients are reduced."""
 
     types: StateTypes
     zero: int
@@ -297,7 +299,7 @@ class StateSharding:
     versions: int = 1
     """Copies of the parameters: twice where a pipeline never drains."""
     narrow: bool = False
-    """What ZeRO-3 gathers of blocks comes in 8 bits, experts aside."""
+    """True if ZeRO-3 gathers blocks in 8 bits, experts aside."""
     gathers_before: bool = True
     """The next of FSDP1's units is gathered before a unit's gradients are made."""
     syncs_each: bool = True
@@ -309,7 +311,7 @@ class StateSharding:
 
     @property
     def is_wrapped(self) -> bool:
-        """Whether FSDP2 wraps the layer.
+        """True if FSDP2 wraps the layer.
 
         It does for divided states and for parameters on the host; in some frameworks also for mixed
         precision and sums in 16 bits.
@@ -323,7 +325,7 @@ class StateSharding:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether passes compute in another type than that of the parameters that are trained."""
+        """True if passes compute in another type than that of the parameters that are trained."""
         return self.types.working != self.types.stored_bytes
 
     @property
@@ -339,12 +341,12 @@ class StateSharding:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether states are divided at all."""
+        """True if states are divided at all."""
         return self.zero > 0 and self.shard > 1
 
     @property
     def gathers_again(self) -> bool:
-        """Whether parameters are freed between a layer's forward and backward.
+        """True if parameters are freed between a layer's forward and backward.
 
         Those on the host are, whatever the ZeRO level (runtime/parallel/data_parallel.py,
         `gathers_anew`).
@@ -353,7 +355,7 @@ class StateSharding:
 
     @property
     def has_whole_frozen(self) -> bool:
-        """Whether every rank has frozen parameters whole and uses them where they are.
+        """True if every rank has frozen parameters whole and uses them where they are.
 
         Nothing updates them, so that no shard of them has to be gathered before a step.
         """
@@ -373,13 +375,13 @@ class StateSharding:
 
     @property
     def pipelined_units(self) -> bool:
-        """Whether gradients wait for a pipeline's last backward, and what a backward gathered
-        stays until the next forward, table's note (3): torch's pipelining of FSDP's units."""
+        """True if gradients wait for a pipeline's last backward, and what a backward gathered stays
+        until the next forward, table's note (3): torch's pipelining of FSDP's units."""
         return self.pipelined and self.types.unit != "buffer"
 
     @property
     def reduces_each_micro_batch(self) -> bool:
-        """Whether a step reduces gradients several times, in every micro-batch's backward.
+        """True if a step reduces gradients several times, in every micro-batch's backward.
 
         With a single one ZeRO-2 is ZeRO-1, to the last bit.
         """
@@ -390,12 +392,12 @@ class StateSharding:
 
     @property
     def comes_from_host(self) -> bool:
-        """Whether FSDP2's units fetch their parameters from the host for every pass."""
+        """True if FSDP2's units fetch their parameters from the host for every pass."""
         return self.offload == "parameters" and self.types.unit == "layer"
 
     @property
     def copies_directly(self) -> bool:
-        """Whether a rank alone copies them straight into place, without a collective's buffers.
+        """True if a rank alone copies them straight into place, without a collective's buffers.
 
         Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py, wait_for_unshard
         with a group of one rank.
@@ -405,7 +407,7 @@ class StateSharding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastLayer:
-    """What is different of the layer with the loss, whose backward comes first."""
+    """Differences of the layer with the loss, whose backward comes first."""
 
     before: float
     """Parameters of the layer before it, which its backward asks for ahead."""
@@ -419,7 +421,7 @@ class LastLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstLayer:
-    """What is different of the first layer, whose backward comes last."""
+    """Differences of the first layer, whose backward comes last."""
 
     behind: float
     """Parameters of the layer behind it, which is reduced while its backward runs."""
@@ -438,24 +440,24 @@ class States:
     backward_transient_bytes: float
     host_bytes: float = 0.0
     bucket_bytes: float = 0.0
-    """Of moments on the host, the largest that come to the device together."""
+    """Bytes of the largest moments on the host that come to the device together."""
     after_backward_bytes: float = 0.0
-    """What is there when the layer's own working memory is gone: its gradients on their way."""
+    """Bytes left when the layer's own working memory is gone: its gradients on their way."""
     waiting_gradients: float = 0.0
-    """Whether fresh gradients of weights wait for the end of the layer's backward, as 1 or 0."""
+    """1 if fresh gradients of weights wait for the end of the layer's backward, else 0."""
     gradient_buffers_bytes: float = 0.0
-    """Of gradients, what is there from the start, whatever has been made of it."""
+    """Bytes of gradients that are there from the start, however much of them has been made."""
     between_bytes: float = 0.0
-    """Of parameters, what stays from a layer's forward to its backward."""
+    """Bytes of parameters that stay from a layer's forward to its backward."""
     flat_bytes: float = 0.0
-    """Of gradients, what the optimizer's step copies, beyond those that it lets go of."""
+    """Bytes of gradients that the optimizer's step copies, beyond those that it lets go of."""
     joined_bytes: float = 0.0
-    """Of what it copies, tensors larger than any that was freed before them, for which the
+    """Bytes of these copies in tensors larger than any that was freed before them, for which the
     allocator reserves anew."""
 
     @property
     def resident_bytes(self) -> float:
-        """What stays for the whole step."""
+        """Bytes that stay for the whole step."""
         whole = self.parameters_bytes + self.gathered_bytes
         gradients = self.gradients_bytes + self.gradient_buffers_bytes
         return whole + gradients + self.optimizer_bytes

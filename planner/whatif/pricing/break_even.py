@@ -47,9 +47,10 @@ class BreakEven:
     utilisation: tuple[float, ...]
     usd_per_device_hour: tuple[float, ...]
     cash_usd: tuple[float, ...]
-    """Of all its devices: on the first day, then in each year."""
+    """Dollars of all its devices: on the first day, then in each year."""
     present_value_usd: UncertainValue
-    """Of what all its devices cost over the years, at the study's interest, before tax."""
+    """Present value of all its devices' costs over the years, at the study's interest, before
+    tax."""
     against: tuple[Against, ...] = ()
     """For each candidate of the same devices that binds to less."""
 
@@ -83,7 +84,7 @@ def _comparable(first: Candidate, other: Candidate) -> bool:
 
 
 def _freer(other: Candidate, first: Candidate) -> bool:
-    """Whether other terms bind to less: rent on demand, then contracts, then purchases."""
+    """Return whether other terms bind to less: rent on demand, then contracts, then purchases."""
 
     def bond(candidate: Candidate) -> int:
         priced = candidate.priced

@@ -73,7 +73,7 @@ def whole_usd(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Power:
-    """What a device draws beside the figure on its sheet."""
+    """Power that a device draws beside the figure on its sheet."""
 
     node_over_tdp: UncertainValue
     network_w_per_device: UncertainValue
@@ -260,7 +260,7 @@ class Purchase:
     instalments: Instalments = AT_ONCE
     """When the hardware is paid."""
     bound_share: float = 1.0
-    """Of the hardware's price, what signing binds to: less than a lease that goes on costs."""
+    """Share of the hardware's price bound by signing: less than a lease that goes on costs."""
     leased: bool = False
     """Its hardware is somebody else's: its price is all that the lease costs."""
 

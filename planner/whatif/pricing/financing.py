@@ -26,9 +26,9 @@ class Instalment(NamedTuple):
     years: float
     """From the first day until it is paid."""
     share: float
-    """Of the price of the hardware; of all that a lease costs."""
+    """Share of the price of the hardware; of all that a lease costs."""
     interest: float = 0.0
-    """What of it is interest of a loan, as a share of the price."""
+    """The part of it that is interest of a loan, as a share of the price."""
 
 
 Instalments = tuple[Instalment, ...]

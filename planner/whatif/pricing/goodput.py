@@ -89,7 +89,7 @@ def failures_per_device_hour(failures: Failures, *, observed: int, device_hours:
 
 @dataclass(frozen=True, slots=True)
 class _RateBelief:
-    """What is believed of a rate after some failures, and how likely these were."""
+    """Belief about a rate after some failures, and how likely these were."""
 
     median: float
     likelihood: float
@@ -124,7 +124,7 @@ class _RateBelief:
 _REACH = 6.0
 """Standard deviations that are looked at, to both sides."""
 _POINTS = 12
-"""Of each of them."""
+"""Points in each of them."""
 
 
 def save_figures(
@@ -202,7 +202,7 @@ def expected_of(
 
 
 _OPPOSITE = {"value": "value", "low": "high", "high": "low"}
-"""Which end of a figure's range goes with another's, where more of it is better."""
+"""End of a figure's range that goes with another's end, where more of it is better."""
 
 
 def goodput_share(

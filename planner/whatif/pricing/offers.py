@@ -33,14 +33,14 @@ NO_NETWORK = "an offer that names no network between nodes"
 MOST_LEFT_OUT = 2
 """Offers named that are cheaper and cannot make a cluster."""
 FALL_A_YEAR, RISE_A_YEAR = 0.56, 1.53
-"""How far 80 of 100 prices move in a year: what was published of 2025 and 2026 is taken for the
-ends.  AWS cut H100 by 44 % in June 2025; nebius asked 2.95 for it on 2026-05-18 and 4.50 on
-2026-10-24 (PRICE_MOVES)."""
+"""Factors within which 80 of 100 prices move in a year: what was published of 2025 and 2026 is
+taken for the ends.  AWS cut H100 by 44 % in June 2025; nebius asked 2.95 for it on 2026-05-18 and
+4.50 on 2026-10-24 (PRICE_MOVES)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quote:
-    """What one offer costs, a device of the cluster and hour."""
+    """Price of one offer, a device of the cluster and hour."""
 
     usd_per_device_hour: float
     offer: Rent
@@ -68,9 +68,9 @@ class Rented:
     term_months: float | None = None
     prepaid: float = 0.0
     markets: tuple[Market, ...] = ()
-    """Of its quotes."""
+    """Markets of its quotes."""
     elsewhere: float | None = None
-    """What the other market asks, where it rents all of the cluster."""
+    """Dollars that the other market asks, where it rents all of the cluster."""
 
 
 def rent_of(rental: Rental, cluster: ClusterSpec, rents: Sequence[Rent]) -> Rented:

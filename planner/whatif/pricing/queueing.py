@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from meshwright.planner.whatif.pricing.economics import HOURS_PER_YEAR
 
 Arrivals = Sequence[tuple[float, float]]
-"""Of each class of jobs: runs a year, and hours of a run."""
+"""Runs a year, and hours of a run, of each class of jobs."""
 
 
 def load(jobs: Arrivals) -> float:

@@ -20,7 +20,8 @@ from meshwright.planner.documents.units import Amount, Count, Rate, Text
 from meshwright.planner.whatif.pricing.economics import SECONDS_PER_HOUR
 
 COPIES_SHARE = 0.0075
-"""Of training that copies of its state in memory may take; `--elastic` may cost a hundredth."""
+"""Share of training that copies of its state in memory may take; `--elastic` may cost a
+hundredth."""
 
 
 def interval_s(checkpoint_s: float, between_failures_s: float) -> float:
@@ -38,10 +39,10 @@ def every_s(*, blocked_s: float, written_s: float, between_failures_s: float) ->
 
 
 class SaveFigures(Part):
-    """What decides how often a run is saved, as predicted or as measured last."""
+    """Figures that decide how often a run is saved, as predicted or as measured last."""
 
     failures_per_hour: Rate
-    """Of the whole run."""
+    """Failures of the whole run."""
     blocked_s: Amount
     written_s: Amount
 
@@ -63,7 +64,7 @@ class SaveFigures(Part):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSeconds:
-    """Where a run's seconds went, over all its attempts."""
+    """Seconds of a run by what was done in them, over all its attempts."""
 
     wall_s: float = 0.0
     """From its first event to its last."""
@@ -144,9 +145,9 @@ class Accounting:
 
     def __init__(self) -> None:
         self.step_s: dict[int, float] = {}
-        """Of the newest steps that count."""
+        """Seconds of the newest steps that count."""
         self._earlier_s = 0.0
-        """Of those before."""
+        """Seconds of the steps before those."""
         self.steps_lost, self.again_s = 0, 0.0
         self.ended_s = 0.0
         """When the last step, or save, was written down."""
