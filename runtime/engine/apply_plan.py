@@ -124,7 +124,7 @@ class Staged:
     sections: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Sizes of matrices that lie one behind the other in dim 0 of a parameter, divided apart."""
     factors: dict[str, float] = field(default_factory=dict)
-    """Factors to multiply gradients with that come out too large or small, by parameter.
+    """Factors, by parameter, that correct gradients which come out too large or small.
 
     An expert's gradient is a sum over the tokens of all ranks that send to it.  Data parallelism
     averages over the ranks with the same experts, n t / e of the n ranks with tokens of their own

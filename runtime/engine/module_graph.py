@@ -402,8 +402,7 @@ def changes_by_samples(
     *,
     sums: bool = False,
 ) -> bool:
-    """Return whether the changes of a forward depend on samples or draws; only those of tensors
-    may.
+    """Return whether a forward's changes depend on samples or draws; non-tensors always count so.
 
     With `sums` what the module sums over the batch is that of one batch, whatever its samples.
     """

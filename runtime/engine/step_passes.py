@@ -604,7 +604,7 @@ class StepPasses:
 
     @property
     def local_gradient_values(self) -> Tensor:
-        """Return the values of the last step on this rank alone: see Engine.own_values."""
+        """Values of the last step on this rank alone: see Engine.own_values."""
         square = None if self._replicas is None else self._replicas.own_square
         totals = self.totals.values.clone()
         return totals if square is None else torch.cat((totals, square.to(totals).view(1)))

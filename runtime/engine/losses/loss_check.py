@@ -54,7 +54,7 @@ MOST_ELEMENTS = 1 << 25
 CLOSE = 1e-5
 """Largest fp32 difference of sums in another order, relative to the sum of absolute terms."""
 MOST_TRIAL_FLOPS = 10**10
-"""Largest cost of a tried forward, estimated from parameters and elements of the batch."""
+"""Largest cost in FLOPs of a tried forward, as parameters and elements of the batch tell."""
 CLOSE_OUTPUTS = 1e-3
 """Largest difference of a sample's outputs among other samples, relative to the largest output."""
 SHRINK = 0.3
@@ -390,7 +390,7 @@ class _LossTrial:
         return size, min(samples, most) // size
 
     def _is_real(self) -> bool:
-        """True if module and batch have values, and the module is small enough to run here."""
+        """Return whether module and batch have values, and the module is small enough to run."""
         count = sum(parameter.numel() for parameter in self._module.parameters())
         given = (*tree_leaves(self._batch), *self._module.parameters())
         return count <= MOST_CHECKED and has_data(given)
@@ -469,7 +469,7 @@ class _LossTrial:
 
 
 _Outputs = Callable[[Any, range], Any]
-"""Outputs of the module for some samples of a batch, given the batch and the samples' indices."""
+"""Outputs of the module for a batch, whose samples are those with these indices."""
 
 
 class _LossError(Exception):
