@@ -319,7 +319,7 @@ class Corpus:
 
     @cached_property
     def starts(self) -> NDArray[np.int64]:
-        """Start of each document in `stream`, followed by the end of the last  [document + 1]."""
+        """Start of each document in `stream`, and the end of `stream`  [document + 1]."""
         with checksums.open_regular(self.folder / "starts.npy") as file:
             starts: NDArray[np.int64] = np.load(file)
         return starts
