@@ -155,7 +155,7 @@ class Gradients:
         self._without: set[str] = set()
         """Parameters that took no part on this rank."""
         self.out_of_time: Callable[[], bool] = lambda: False
-        """True if this rank asks all ranks to end because a time limit is reached."""
+        """Returns whether this rank asks all ranks to end because a time limit is reached."""
         self._noticed = take_notice()
 
     def use(self, slots: Iterable[Slot]) -> None:
