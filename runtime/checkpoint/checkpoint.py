@@ -71,7 +71,7 @@ _STEP = re.compile(r"step-(\d+)")
 
 
 class TrainingIdentity(Part):
-    """Of what training a state is: model, data, and how samples are drawn.
+    """The training that a state belongs to: its model, its data, and the sampling order.
 
     Whatever state training goes on from, a checkpoint or a copy in memory, is checked by this.
     """
@@ -83,7 +83,7 @@ class TrainingIdentity(Part):
     seq_len: Positive
     seed: Count
     frozen: Text | None = None
-    """Of which weights those are that are not trained."""
+    """Identity of the weights that are not trained."""
 
     @classmethod
     def of(
@@ -132,7 +132,7 @@ class TrainingIdentity(Part):
 
 
 class Progress(Document):
-    """How far training has come, and of what: the `meta.json` of a checkpoint."""
+    """Progress and identity of a training: the `meta.json` of a checkpoint."""
 
     kind_of_document: ClassVar[str] = "checkpoint's meta.json"
 
@@ -150,15 +150,15 @@ class Progress(Document):
     corpus_digest: Text
     loss: float
     frozen: Text | None = None
-    """Of which weights those are that were not trained, and so are not here."""
+    """Identity of the weights that were not trained and are therefore not in the checkpoint."""
     used: SampleDigest | None = None
-    """Of the samples before that one, as batches were read; scripts have none."""
+    """Digest of the samples before `sample`, noted as batches were read; None for scripts."""
     files: Mapping[FileName, Count] = Field(default_factory=dict)
     """The checkpoint's other files and their bytes."""
     checksums: Mapping[FileName, Checksum] = Field(default_factory=dict)
-    """Of the same files."""
+    """Checksums of the same files."""
     checksum: Checksum | None = None
-    """Of this file up to here."""
+    """Checksum of this file up to this field."""
 
     @model_validator(mode="after")
     def _all_files(self) -> Self:

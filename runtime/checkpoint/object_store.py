@@ -35,7 +35,7 @@ from meshwright.runtime.checkpoint.checkpoint import META
 from meshwright.runtime.run.environment import STORE_VARIABLE
 
 PATIENCE_S = 900.0
-"""How long a store that does not answer is asked again."""
+"""Seconds for which requests to a store that does not answer are repeated."""
 START_PATIENCE_S = 120.0
 """The same where a run begins: an address that is wrong should not cost a quarter of an hour."""
 ANSWER_S = 5.0
@@ -46,7 +46,7 @@ _ADDRESS = re.compile(r"([a-z][a-z0-9+]*):/+(?!/)(.+)", re.DOTALL)
 _NO_STORES = frozenset(
     {"memory", "http", "https", "data", "blockcache", "filecache", "simplecache"}
 )
-"""What fsspec opens and does not keep, or cannot write."""
+"""Kinds of storage that fsspec opens but that do not keep data, or that it cannot write."""
 _STEP = re.compile(r"step-(\d{6,})")
 _FINAL = (PermissionError, NotImplementedError, ValueError)
 """Errors that another try does not change."""
@@ -91,7 +91,7 @@ def store_of(folder: Path) -> ObjectStore | None:
 
 
 class ObjectStore:
-    """What is stored below an address, by name."""
+    """The objects stored below an address, by name."""
 
     def __init__(self, address: str) -> None:
         """Raises LaunchError where nothing is installed that opens it."""

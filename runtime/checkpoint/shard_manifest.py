@@ -36,7 +36,7 @@ SUFFIX = ".parts"
 
 
 class WrittenPart(Document):
-    """What one of several ranks has on the disk."""
+    """The files that one of several ranks has on the disk."""
 
     kind_of_document: ClassVar[str] = "part of a checkpoint"
 
@@ -49,7 +49,7 @@ class WrittenPart(Document):
     """In the rank's own file: name, dtype and shape of a tensor; first byte, offsets and shape of
     the box that lies there."""
     checksum: Text | None = None
-    """Of this file up to here."""
+    """Checksum of this file up to this field."""
 
     @property
     def file(self) -> str:

@@ -23,12 +23,12 @@ from meshwright.runtime.core.torch_internals import compute_local_shape_and_glob
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Which part of a tensor something is."""
+    """The box of a tensor that a part covers."""
 
     whole: tuple[int, ...]
     """The shape of the tensor."""
     offset: tuple[int, ...]
-    """Where it begins, by dim."""
+    """First index of the box, by dim."""
     shape: tuple[int, ...]
 
 
@@ -58,9 +58,9 @@ class SnapshotPart:
     """A box of one tensor."""
 
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     offset: tuple[int, ...]
-    """Where the box begins in it, by dim."""
+    """First index of the box in the whole tensor, by dim."""
     values: Tensor
     """On the host."""
 

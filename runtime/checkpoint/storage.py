@@ -47,7 +47,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class _OneFolder:
-    """What torch asks of what reads or writes one folder, that was named when it was made."""
+    """The methods that torch expects of a reader or writer of one folder, fixed at construction."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Refuse another folder than the one that was named."""

@@ -77,7 +77,7 @@ class StoredTensor:
 
     @property
     def elements(self) -> int:
-        """How many numbers the tensor has."""
+        """Number of elements of the tensor."""
         return math.prod(self.shape)
 
 

@@ -33,7 +33,7 @@ FILE_BYTES = 5 * 10**9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """What was written where."""
+    """The result of an export: the files written, and their folder."""
 
     checkpoint: Path
     step: int

@@ -48,13 +48,13 @@ from meshwright.runtime.run.run_folder import RankOrders
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveSeconds:
-    """What a save behind training took, by this rank's clock."""
+    """Seconds of an asynchronous save, by this rank's clock."""
 
     step: int
     blocked_s: float
-    """That training waited, for its copy and for the ranks that agree on it."""
+    """Seconds that training waited, for its copy and for the ranks to agree on it."""
     written_s: float = 0.0
-    """From its begin until it counted; 0 before that."""
+    """Seconds from the start of the save until it is complete; 0 before that."""
 
 
 class Saver:
@@ -82,7 +82,7 @@ class Saver:
         self.saved: Path | None = None
         """The last checkpoint that is complete."""
         self.took: SaveSeconds | None = None
-        """Of the last save behind training that is complete."""
+        """Seconds of the last asynchronous save that is complete."""
         self._joined = dist.is_initialized()
         self._group = dist.new_group(backend="gloo") if self._joined and group is None else group
         self._run = run or self._of_rank_0(secrets.token_hex(4))
@@ -97,7 +97,7 @@ class Saver:
         self._error: LaunchError | None = None
         self._begun_step = 0
         self._failed: Path | None = None
-        """What a save has left that failed, until the next one."""
+        """Files left by a failed save, kept until the next save."""
 
     def begin(self, state: Mapping[str, Tensor], done: Progress) -> None:
         """Copy the state and let it be written; wait for the checkpoint before this one first.

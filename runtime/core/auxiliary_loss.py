@@ -31,14 +31,14 @@ from meshwright.runtime.core.torch_internals import refuse_graph
 
 @dataclass(frozen=True, slots=True)
 class InnerLosses:
-    """What the running step of an engine does with the losses inside its module."""
+    """Treatment, by the running step of an engine, of the losses inside its module."""
 
     note: Callable[[Tensor], None]
     """Takes each value once."""
     coefficient: Tensor | None
     """The gradient of a value: that of the loss's sum.  None in evaluation, without backward."""
     sums: BatchSums | None = None
-    """What is summed over the batch, if the module asks for it."""
+    """The sums over the batch, if the module asks for them."""
 
 
 class BatchSums:
@@ -52,7 +52,7 @@ class BatchSums:
         self.adding = True
         """Micro-batches are still added."""
         self.loss_count: Tensor | None = None
-        """What the loss counts in the batch, once it is known."""
+        """Count of the loss over the batch, once it is known."""
         self._found: dict[tuple[str, int], Tensor] = {}
         self._place, self._asked = "", 0
 
@@ -79,7 +79,7 @@ class BatchSums:
 
     @property
     def places(self) -> int:
-        """How many sums were asked for."""
+        """Number of sums that were requested."""
         return len(self._found)
 
     def differs(self, other: BatchSums) -> str | None:
@@ -139,7 +139,7 @@ class BuffersBefore:
 
 _running: InnerLosses | None = None
 _asked = 0
-"""How often a sum over a batch was asked for in this process."""
+"""Number of requests for a sum over a batch in this process."""
 # Not of a thread: backward on a GPU runs in threads of autograd's own.
 
 

@@ -63,7 +63,7 @@ def with_seal(text: str) -> str:
 
 
 def seal_holds(text: str) -> bool:
-    """Whether a sealed text is as it was written, to the byte.
+    """Return whether a sealed text is as it was written, to the byte.
 
     >>> sealed = with_seal('{"step": 3}')
     >>> seal_holds(sealed), seal_holds(sealed.replace("3", "4", 1))

@@ -25,7 +25,7 @@ from meshwright.runtime.core.loss import Counted, loss_sum_of
 from meshwright.runtime.core.mesh import Place
 
 AXES: tuple[Axis, ...] = ("data_shard", "data_replicate")
-"""Of data ranks, innermost first."""
+"""Mesh axes of data ranks, innermost first."""
 
 
 @dataclass(frozen=True, slots=True)

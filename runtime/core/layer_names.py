@@ -7,7 +7,7 @@ from typing import Literal
 TensorStyle = Literal[
     "gather", "columns", "rows", "vocabulary", "logits", "mixture", "experts", "part"
 ]
-"""How tensor parallelism treats a module of a layer; tensor_parallel.py says what each does."""
+"""Treatment of a layer's module by tensor parallelism; tensor_parallel.py explains each style."""
 
 EMBEDDING = "embedding"
 HEAD = "head"

@@ -49,7 +49,7 @@ def divisor_near(count: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """What a loss says of one micro-batch."""
+    """The loss of one micro-batch: its sum, its count and its metrics."""
 
     total: Tensor
     """The sum over all that counts, 0-dim, with its graph."""

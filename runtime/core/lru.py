@@ -9,7 +9,7 @@ Made = TypeVar("Made")
 
 
 class Recent(Generic[Made]):
-    """What was made for the keys that were used last.
+    """The values made for the most recently used keys.
 
     >>> squares = Recent[int](2)
     >>> [squares.get(n, lambda n=n: n * n) for n in (1, 2, 1, 3)], 2 in squares, squares.count
@@ -20,7 +20,7 @@ class Recent(Generic[Made]):
         self._most = most
         self._made: dict[Any, Made] = {}
         self.count = 0
-        """How many were made so far, with those that were made again."""
+        """Number of values made so far, including those that were made again."""
 
     def get(self, key: Any, make: Callable[[], Made]) -> Made:
         """Return what stands under a key, made now if nothing does."""

@@ -29,7 +29,7 @@ from meshwright.runtime.core.pinned_memory import makes_room, on_host
 _left_out: list[None] = []
 """Not empty while what operators return is left out."""
 ASKS_DEVICE = torch.ops.prim.device.default
-"""What torch asks fake tensors most often: more than half of all that comes by a mode."""
+"""The operator most often called on fake tensors: more than half of all calls to a mode."""
 
 
 @contextlib.contextmanager
@@ -58,7 +58,7 @@ class LiveMemory(TorchDispatchMode):
     """
 
     supports_higher_order_operators = True
-    """Those that compiled graphs have come by too."""
+    """Operators of compiled graphs reach this mode too."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class LiveMemory(TorchDispatchMode):
         self.peak_bytes = 0
         """Most bytes alive at once since the watch began or since `reset_peak`."""
         self.peak_change = 0
-        """How many storages had come, gone or changed size when the peak was reached."""
+        """Number of changes (storages allocated, freed or resized) when the peak was reached."""
         self._reset_bytes = 0
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._changes: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []

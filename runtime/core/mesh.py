@@ -50,12 +50,12 @@ class DataRanks:
     """Ranks that hold the same modules and sum their gradients: what data parallelism runs on."""
 
     replicating: DeviceMesh
-    """Those with copies of the same part; one rank if ZeRO divides over all."""
+    """Ranks with copies of the same part; one rank if ZeRO divides over all."""
     sharding: DeviceMesh
-    """Those that ZeRO divides over; one rank where it does not."""
+    """Ranks over which ZeRO divides; one rank where it does not."""
     sharded: bool
     near: DeviceMesh | None = None
-    """Those that ZeRO divides over as [group, rank], if ranks of a group have all parameters
+    """Ranks over which ZeRO divides, as [group, rank], if ranks of a group have all parameters
     between passes."""
 
     @property
@@ -73,12 +73,12 @@ class DataRanks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where this rank stands.  `mesh` is None for a process that runs alone without a group."""
+    """The position of this rank in the mesh.  `mesh` is None for a process without a group."""
 
     degrees: Degrees
     mesh: DeviceMesh | None
     sharded: bool = False
-    """Whether ZeRO divides anything."""
+    """True if ZeRO divides anything."""
     reshard_after_forward: int | None = None
     """The plan's own: ranks that have all parameters together between passes."""
 
@@ -93,7 +93,7 @@ class Place:
 
     @property
     def data_rank(self) -> int:
-        """Which slice of the global batch this rank feeds."""
+        """Index of the slice of the global batch that this rank feeds."""
         return self.along("data_replicate") * self.degrees.data_shard + self.along("data_shard")
 
     @property

@@ -21,7 +21,7 @@ from meshwright.planner.errors import LaunchError, MeshwrightError
 from meshwright.runtime.core.dtypes import ITEM_BYTES
 
 MAX_BYTES = 2**28
-"""Of one rank's message."""
+"""Largest size in bytes of one rank's message."""
 
 
 _host_groups: list[tuple[dist.ProcessGroup | None, dist.ProcessGroup]] = []

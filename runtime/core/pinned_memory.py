@@ -235,7 +235,7 @@ Memory = npt.NDArray[np.uint8]
 SEGMENT_BYTES = 64 * 2**20
 
 
-"""Of memory that is taken at once: pinning costs a call of the driver each time."""
+"""Bytes of memory allocated at once: pinning costs a driver call each time."""
 
 
 LINE_BYTES = 256
@@ -250,7 +250,7 @@ class Arena:
     def __init__(self, prepared: Callable[[Memory], None]) -> None:
         """`prepared` is called with each segment before it is used: to pin it."""
         self.resident_bytes = 0
-        """Of all blocks in use."""
+        """Bytes of all blocks in use."""
         self.peak_bytes = 0
         """The most that they ever were."""
         self.reserved_bytes = 0

@@ -35,11 +35,11 @@ from meshwright.planner.errors import RecordError
 MOST_OBJECTS = 200_000
 """Objects that are looked at, those nearest to the module first."""
 MOST_SURROUNDING = 2_000
-"""Of them, where they are looked at in each step."""
+"""The same limit where objects are looked at in each step."""
 GLOBAL_NAMES = frozenset(("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME"))
 """Instructions that name a global (`LOAD_NAME` in a class inside a function)."""
 MOST_COPIED_BYTES = 1 << 20
-"""Of a tensor or array that is put back; a larger tensor is refused where it changed."""
+"""Largest tensor or array in bytes that is restored; a larger tensor is refused if it changed."""
 LIBRARIES = frozenset((*sys.stdlib_module_names, "torch", "numpy", "functorch", "meshwright"))
 """Packages whose functions and classes keep nothing of a user's; installed ones are others."""
 MOST_CHECKED = 200_000_000
@@ -48,7 +48,7 @@ ITERATORS = (itertools.count, itertools.cycle, itertools.chain, itertools.islice
 NAMESPACES = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList)
 """Classes of Python whose objects have attributes of the user's."""
 TABLES = ("_parameters", "_buffers")
-"""Of a module, what is copied with it."""
+"""Attributes of a module whose dicts are copied with the module."""
 
 
 def deepcopy_module(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
@@ -408,7 +408,7 @@ class _ReachableObjects:
 
 
 class Changes(_ReachableObjects):
-    """What some objects refer to, to tell later what of it has other values: `changes()`."""
+    """The objects that some objects refer to; `changes()` tells which have changed since."""
 
 
 class Surroundings(_ReachableObjects):

@@ -52,7 +52,7 @@ INSTEAD = {
     **dict.fromkeys(("compile", "apply", "requires_grad_", "register_forward_hook", "add_module"),
         "change the module in build(), before the engine divides it"),
 }  # fmt: skip
-"""What to write instead, by the name that was asked for."""
+"""The replacement to suggest, by the requested name."""
 
 
 def missing(name: str, offered: Sequence[str]) -> AttributeError:

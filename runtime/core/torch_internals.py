@@ -363,7 +363,7 @@ def unseen_by_recompute(make: Callable[[], T]) -> T:
 
 
 class KeptByCall(dict[int, Any]):
-    """Where selective recompute keeps the results of one operator, by call.
+    """Results of one operator, by call, as selective recompute stores them.
 
     torch 2.13 sets and gets them by number.  2.11 has a list: it appends, and takes the first.
     """

@@ -23,7 +23,7 @@ FILES = (
     "chat_template.jinja",
     "special_tokens_map.json",
 )
-"""What a folder's tokenizer is made of."""
+"""Files of a folder's tokenizer."""
 
 
 class Conversations:
@@ -163,7 +163,7 @@ class Conversations:
 
 
 class _RowError(Exception):
-    """What is wrong with a row, without its place."""
+    """An error in a row, without the row's position."""
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:

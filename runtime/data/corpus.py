@@ -75,7 +75,7 @@ _FORMAT = 3
 
 
 class Tokenizer(Protocol):
-    """What turns text into numbers."""
+    """A converter from text to token numbers."""
 
     name: str
     end: int
@@ -246,16 +246,16 @@ class Corpus:
     tokenizer: str
     documents: int
     tokens: int
-    """Of one epoch, ends of documents included."""
+    """Tokens of one epoch, ends of documents included."""
     vocabulary: int
     """One more than the largest token that occurs."""
     skipped: int
     """Files of the folder that are not UTF-8 text, or conversations in which nothing counts."""
     dtype: str
     digest: str
-    """Of the tokens and of where documents start."""
+    """Digest of the tokens and of the starts of documents."""
     checksums: Mapping[str, str]
-    """Of its files, by name (meshwright.runtime.core.checksums)."""
+    """Checksums of the corpus files, by name (meshwright.runtime.core.checksums)."""
     kind: records.Kind = "text"
     counted: int = 0
     """Tokens of conversations that the loss counts."""
@@ -319,14 +319,14 @@ class Corpus:
 
     @cached_property
     def starts(self) -> NDArray[np.int64]:
-        """Where each document starts in `stream`, and its end  [document + 1]."""
+        """Start of each document in `stream`, and the end of `stream`  [document + 1]."""
         with checksums.open_regular(self.folder / "starts.npy") as file:
             starts: NDArray[np.int64] = np.load(file)
         return starts
 
     @cached_property
     def counts(self) -> NDArray[np.bool_]:
-        """Of each token of conversations whether the loss counts it, mapped from disk  [token]."""
+        """Mask of the tokens of conversations that the loss counts, mapped from disk  [token]."""
         return np.memmap(self.folder / "counts.bin", dtype=np.bool_, mode="r")
 
     def check_vocabulary(self, vocab_size: int) -> None:
@@ -572,9 +572,9 @@ class Batch(NamedTuple):
     tokens: NDArray[np.int64]
     """[sample, seq_len + 1]"""
     counts: NDArray[np.bool_] | None = None
-    """Of each token but the first whether the loss counts it  [sample, seq_len]."""
+    """Mask of the tokens, without the first, that the loss counts  [sample, seq_len]."""
     starts: NDArray[np.int64] | None = None
-    """Of each token but the last where in the sample its document begins  [sample, seq_len]."""
+    """Start in the sample of each token's document, without the last token  [sample, seq_len]."""
 
 
 class CorpusSamples:

@@ -114,7 +114,7 @@ class UsedSamples:
     def __init__(self, slice_rank: int) -> None:
         """Ranks of one slice read the same samples, and the first of them counts."""
         self.before = SampleDigest()
-        """What was used until all ranks were asked last."""
+        """Digest of the samples used before the ranks were last asked."""
         self._own = SampleDigest()
         slices = all_gather_json(slice_rank) if dist.is_initialized() else [slice_rank]
         self._counts = not dist.is_initialized() or slices.index(slice_rank) == dist.get_rank()

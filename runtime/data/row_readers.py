@@ -80,7 +80,7 @@ def _texts(value: object) -> Iterator[str]:
 
 
 def _has_half_pairs(text: str) -> bool:
-    """Whether a text has what no encoding writes."""
+    """Return whether a text has unpaired surrogates, which no encoding can write."""
     return any("\ud800" <= character <= "\udfff" for character in text)
 
 

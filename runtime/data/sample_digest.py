@@ -20,13 +20,13 @@ PRIME = 2**31 - 1
 
 
 class SampleDigest(Part):
-    """Of some sample numbers, each as often as it was used."""
+    """Digest of a multiset of sample numbers."""
 
     count: Count = 0
     total: Count = 0
     """Their sum modulo PRIME."""
     squares: Count = 0
-    """That of their squares."""
+    """The sum of their squares modulo PRIME."""
 
     def __add__(self, other: SampleDigest) -> SampleDigest:
         return SampleDigest(

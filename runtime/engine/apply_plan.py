@@ -87,14 +87,14 @@ class LanguageRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """What is known of a user's own module, where a stage is of one."""
+    """The facts about a user's own module, where a stage is cut from one."""
 
     module: nn.Module
     recorder: Recorder
     styles: ScriptStyles
     participation: Participation
     loss: token_loss | None
-    """What may be made in chunks."""
+    """The loss that may be computed in chunks."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -108,13 +108,13 @@ class Staged:
     module: RecordedStage
     of: LanguageRules | Script
     compiler: Compiler | None
-    """What compiles layers that repeat, if the plan lets any be compiled."""
+    """The compiler of repeated layers, if the plan lets any be compiled."""
     wrapped: bool = False
     """Ranks divide parameters, or have them on the host (the module is an FSDPModule)."""
     copies: WorkingCopies | None = None
-    """What passes compute with in place of parameters that this rank has whole."""
+    """Copies that passes use in place of parameters that this rank holds whole."""
     store: WeightGradients | None = None
-    """Where weight gradients wait, if the schedule makes them apart."""
+    """Store in which weight gradients wait, if the schedule computes them separately."""
     unused: Sequence[nn.Parameter] = ()
     """Parameters that nothing reads, on the stage that has them."""
     adapted: int = 0
@@ -124,16 +124,16 @@ class Staged:
     sections: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Sizes of matrices that lie one behind the other in dim 0 of a parameter, divided apart."""
     factors: dict[str, float] = field(default_factory=dict)
-    """Of parameters whose gradients come out too large or small: what to multiply them with.
+    """Factors, by parameter, that correct gradients which come out too large or small.
 
     An expert's gradient is a sum over the tokens of all ranks that send to it.  Data parallelism
     averages over the ranks with the same experts, n t / e of the n ranks with tokens of their own
     (t the tensor, e the expert degree), where the mean over all tokens wants n.
     """
     loads: dict[str, ExpertLoad] = field(default_factory=dict)
-    """How many tokens the experts of each layer get."""
+    """Token counts of the experts of each layer."""
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
-    """What a library's layers hold beside parameters, by published name; never divided."""
+    """Tensors of a library's layers beside parameters, by published name; never divided."""
     replicated: tuple[tuple[nn.Parameter, dist.ProcessGroup], ...] = ()
     """Parameters whose gradients runtime.parallel.replicas sums, and over which ranks; in order."""
     chunked: ChunkedHead | None = None
@@ -166,13 +166,13 @@ class Staged:
 
     @property
     def routes(self) -> bool:
-        """Whether layers of a language model send tokens to experts, whose load is counted."""
+        """True if layers of a language model send tokens to experts, whose load is counted."""
         of = self.of
         return isinstance(of, LanguageRules) and of.adapter.architecture.experts is not None
 
     @property
     def chunks_loss(self) -> bool:
-        """Whether the head of this stage returns its loss, made in chunks."""
+        """True if the head of this stage returns its loss, computed in chunks."""
         return self.plan.loss is not None and HEAD in (item.layer for item in self.placed_layers)
 
     def keeps_gradients(self, item: PlacedLayer) -> bool:

@@ -28,12 +28,12 @@ _OF_PLAN = (
     "virtual_stages",
     *AXIS_NAMES,
 )
-"""What a plan says in the same words."""
+"""Fields of a layout that a plan has under the same names."""
 FIELDS = (
     *("pipeline", "tensor", "context", "expert", "data_replicate", "micro_batch", "micro_batches"),
     *("recompute", "activations", "precision", "lora", "shares", "seed", "cuts", *_OF_PLAN),
 )
-"""What may be said of a layout; ranks that nothing else takes are data-parallel."""
+"""Fields of a layout; ranks that no other axis uses are data-parallel."""
 
 
 def script_plan(

@@ -82,16 +82,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step or a part of it says, equal on every rank."""
+    """The result of a step or of a part of it, equal on every rank."""
 
     loss: LossValue
     """Mean over all that counts in the global batch, before the update."""
     count: float
     grad_norm: float = float("nan")
-    """Of the whole model, before clipping; not known before the last backward of a step.  With
-    stale weights that of the step before, or 0."""
+    """Gradient norm of the whole model, before clipping; not known before the last backward of a
+    step.  With stale weights that of the step before, or 0."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What the loss returned beside, each a mean over its count."""
+    """Other values that the loss returned, each a mean over its count."""
     skipped: bool = False
     """No weight moved: nothing counted, or gradients overflowed in fp16, and the next step has a
     smaller loss scale."""
@@ -256,7 +256,7 @@ class Engine:
         self.stages = plan.stages_of_rank(self._place.stage)
         pieces = plan.tensor_overlap == "async"
         self.compiler = Compiler(device, pieces=pieces) if plan.compile == "block" else None
-        """What compiles units, if the plan lets any be compiled."""
+        """The compiler of units, if the plan lets any be compiled."""
         self._parts = parts = model.stages(self.compiler)
         slots = model.slots(parts)
         self._optimizers = TorchOptimizers(
@@ -299,7 +299,7 @@ class Engine:
             ParameterWatch((model.module, *modules), slots) if isinstance(model, OwnModel) else None
         )
         self._late: LateUpdates | None = None
-        """What updates weights of two ages, where the plan's pipeline never drains."""
+        """The updates of weights of two ages, where the plan's pipeline never drains."""
         if schedule_of(plan.schedule).stale:
             if model.sums or isinstance(loss, whole_batch):
                 raise LaunchError(
@@ -358,7 +358,7 @@ class Engine:
 
     @property
     def slice_rank(self) -> int:
-        """Which slice this rank feeds; ranks of one slice give equal batches."""
+        """Index of the slice that this rank feeds; ranks of one slice give equal batches."""
         return self._place.data_rank
 
     @property
@@ -373,7 +373,7 @@ class Engine:
 
     @property
     def leads(self) -> bool:
-        """Whether this is rank 0, which logs."""
+        """True if this is rank 0, which logs."""
         return not dist.is_initialized() or dist.get_rank() == 0
 
     @property
@@ -646,7 +646,7 @@ class Engine:
 
     @property
     def gradient_bytes(self) -> int:
-        """What this rank's gradients take now."""
+        """Bytes that this rank's gradients take now."""
         grads = [slot.parameter.grad for slot in self._optimizers.slots]
         return sum(
             (grad.to_local() if isinstance(grad, DTensor) else grad).nbytes
@@ -682,7 +682,7 @@ class Engine:
 
     @property
     def script_state(self) -> ScriptState:
-        """What this rank has of the state, as it is written and read."""
+        """This rank's part of the state, as it is written and read."""
         return self._state
 
     def load(self, folder: Path | str, *, extra: Mapping[str, Stateful] | None = None) -> Path:

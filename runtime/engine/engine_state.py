@@ -37,7 +37,7 @@ from meshwright.runtime.optim.sharded_optimizer import TorchOptimizers
 
 
 class Stateful(Protocol):
-    """What the state of a script consists of."""
+    """An object whose state is part of a script's state."""
 
     def state_dict(self) -> Any:
         """Return what makes another object like this one."""
@@ -47,7 +47,7 @@ class Stateful(Protocol):
 
 
 class StateKeeper(Protocol):
-    """What saves the state of a script's Engine by itself, and goes on from it.
+    """Saves the state of a script's Engine by itself, and resumes from it.
 
     Where `meshwright run --checkpoint` has started a script, its rank has one
     (`runtime.launch.script_keeper`); all ranks use theirs together.
@@ -84,7 +84,7 @@ def keeper_of(engine: Any) -> StateKeeper | None:
 
 
 class ScriptState:
-    """What this rank has of the state, and how it is written, read and made whole."""
+    """This rank's part of the state; writes and reads it and assembles the whole."""
 
     def __init__(
         self,

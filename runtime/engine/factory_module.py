@@ -57,7 +57,7 @@ from meshwright.runtime.engine.user_stage import refuse_shared_memory
 from meshwright.runtime.tracing.tracer import Recorder
 
 TOKENS, POSITIONS = "tokens", "positions"
-"""What a module that reads the model's inputs names; no module has these names."""
+"""Names of the model's inputs for a module that reads them; no module has these names."""
 
 
 class ModuleGraph(nn.Module):
@@ -75,7 +75,7 @@ class ModuleGraph(nn.Module):
         self.reads_positions = any(POSITIONS in inputs for inputs in reads.values())
         self.order: Sequence[str] = list(reads)
         self.branches = branches
-        """Whether a plan may take them in another order."""
+        """True if a plan may take the modules in another order."""
         for name, module in modules.items():
             self.add_module(name, module)
 
@@ -109,7 +109,7 @@ class ModuleGraph(nn.Module):
 
 
 class FactoryModel(TokenModel):
-    """What an Engine trains of the module that a user's factory makes."""
+    """The module that a user's factory makes, as an Engine trains it."""
 
     def __init__(
         self,

@@ -41,7 +41,7 @@ from meshwright.runtime.tracing.unused_parameters import Participation
 
 
 class LanguageModel:
-    """What an Engine trains, from the figures of a model: its plan's stages on this rank."""
+    """A language model built from the figures of a model: its plan's stages on this rank."""
 
     sums = False
     participation: Participation | None = None
@@ -66,7 +66,7 @@ class LanguageModel:
         self.aliases: dict[str, str] = {}
         self.order: tuple[str, ...] = ()
         self.counts = plan.seq_len
-        """How much of each sample the loss is expected to count."""
+        """Count that the loss is expected to have for each sample."""
         self.divides_logits = plan.mesh.tensor > 1
         self.adapter = adapter_of(
             model,

@@ -63,9 +63,9 @@ from meshwright.runtime.tracing.trace import Recording, called_name
 from meshwright.runtime.tracing.tracer import Inputs, Recorder, arguments, can_be_tried, own_tensors
 
 SAMPLES = 2
-"""Of the batch that is priced: with one alone, a norm over samples has no variance."""
+"""Samples of the batch that is priced: with only one, a norm over samples has no variance."""
 DEGREES = (2, 4, 8)
-"""Of a tensor axis for which a plan tries a module: within a node, whatever the cluster."""
+"""Degrees of a tensor axis for which a plan tries a module: within a node, on any cluster."""
 Loss = Callable[[Any, Any], Any]
 """`loss(outputs, batch)`: a sum and a count, with or without metrics, or one mean."""
 
@@ -402,7 +402,7 @@ def changes_by_samples(
     *,
     sums: bool = False,
 ) -> bool:
-    """Whether what a forward changes depends on its samples or draws, as all but tensors may.
+    """Return whether a forward's changes depend on samples or draws; non-tensors always count so.
 
     With `sums` what the module sums over the batch is that of one batch, whatever its samples.
     """
@@ -445,14 +445,14 @@ def _forward_of(module: nn.Module, recorder: Recorder, few: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _ForwardTrial:
-    """What a forward made and left behind."""
+    """The results and side effects of a forward."""
 
     leaves: list[Any]
     changes: frozenset[str]
     """Names of what it changed outside of parameters and buffers."""
     numbers: PythonNumbers
     gradients: Mapping[str, tuple[float, float]]
-    """Of each parameter, two numbers that follow from its gradient: its norm, and a projection."""
+    """Two numbers for each parameter that follow from its gradient: its norm, and a projection."""
 
     @classmethod
     def of(
@@ -562,23 +562,23 @@ def few_samples(batch: Any, samples: int) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class RankShares:
-    """What of a layer ranks can share beside its positions and its matrices' features."""
+    """Parts of a layer that ranks can share beside its positions and its matrices' features."""
 
     keys_bytes: int
-    """Of keys and values of SAMPLES."""
+    """Bytes of keys and values of SAMPLES."""
     experts: TracedExperts | None
     without_loss: LayerTrace | None = None
-    """Of the last layer, of SAMPLES."""
+    """Trace of the last layer without the loss, for SAMPLES."""
 
 
 @dataclass(frozen=True, slots=True)
 class _TracedLayer:
-    """What a layer costs, of SAMPLES."""
+    """The costs of a layer for SAMPLES."""
 
     trace: LayerTrace
     shares: RankShares
     passed: tuple[Tensor, ...]
-    """What it hands on, without data unless the module needs it."""
+    """Outputs of the layer, without data unless the module needs it."""
 
 
 def _figures(

@@ -38,7 +38,7 @@ class WeightVersions:
 
     @property
     def newest(self) -> int:
-        """How many updates the newest weights have seen."""
+        """Number of updates that the newest weights have had."""
         return max(self._of)
 
     def use(self, number: int) -> None:
@@ -106,7 +106,7 @@ class StalePipeline(RecordedPipeline):
         self._filled = False
         self._due: list[int] = []
         self._in_flight: dict[tuple[int, int], tuple[list[Tensor], tuple[Tensor, ...]]] = {}
-        """What each micro-batch under way was given and made, by its step and number."""
+        """Inputs and outputs of each micro-batch in flight, by its step and number."""
         self._grads: dict[int, list[Tensor | None]] = {}
         self._under_way: list[tuple[dist.Work, Tensor]] = []
 
@@ -209,7 +209,7 @@ class LateUpdates:
         self._pipeline, self._optimizers, self._clip_norm = pipeline, optimizers, clip_norm
         self._updated = updated
         self._counts: deque[Tensor] = deque()
-        """Of the steps whose update waits; oldest first."""
+        """Counts of the steps whose update waits, oldest first."""
         self._norm = 0.0
 
     def update(self, totals: Tensor) -> tuple[float, float, float]:

@@ -52,7 +52,7 @@ class StagePart:
     inputs: Tensor | tuple[Tensor, ...]
     outputs: Tensor | tuple[Tensor, ...]
     store: WeightGradients | None = None
-    """Where weight gradients wait between the two parts of a split backward."""
+    """Store in which weight gradients wait between the two parts of a split backward."""
     select: Callable[[int], None] | None = None
     """Called with the number of the micro-batch that the module is about to run."""
 

@@ -75,13 +75,13 @@ class OwnScript:
 
     @property
     def name(self) -> str:
-        """What a plan calls the module."""
+        """Name of the module in a plan."""
         name = getattr(self.build, "__name__", type(self.build).__name__)
         return name if name.isidentifier() else "build"
 
     @property
     def samples(self) -> int:
-        """Of the example, which is a global batch."""
+        """Number of samples of the example, which is a global batch."""
         return samples_in(self.batch)
 
     @property

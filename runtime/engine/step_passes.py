@@ -103,14 +103,14 @@ class StepPasses:
         self._replica_group = place.replica_group if summed else None
         self._compares = compares
         self._surveyed: Totals | None = None
-        """What the loss counts, while sums over the batch are made."""
+        """Totals of the loss, while sums over the batch are computed."""
         self._taken: list[Any] | None = None
-        """What the module makes, while it is asked for."""
+        """Outputs of the module, while they are requested."""
         self._by_output: dict[int, list[Tensor | None]] = {}
         """Gradients of a loss over the whole batch, by micro-batch."""
         self._metric_names: tuple[str, ...] | None = None
         self._learns = False
-        """Whether a loss of the running step has a gradient, or none is missed."""
+        """True if a loss of the running step has a gradient, or no gradient is expected."""
         self._divided = (
             place.replicas if reduces_apart(plan, place) and plan.mesh.expert == 1 else 1
         )
@@ -123,7 +123,7 @@ class StepPasses:
         gradients.failure = self._take_failure
         take_plain_as_whole(True)
         self._batches = 0
-        """How many were seen; values of some are compared."""
+        """Number of batches seen; values of some are compared."""
         self._one_slice: list[int] | None = None
         """The digest of the last batch that was compared, if all slices had the same one."""
         self._counts: list[int] | None = None
@@ -377,7 +377,7 @@ class StepPasses:
 
     @property
     def is_training(self) -> bool:
-        """Whether this rank's stages are in train mode."""
+        """True if this rank's stages are in train mode."""
         return any(part.module.training for part in self._parts)
 
     def set_mode(self, *, training: bool) -> None:
@@ -604,7 +604,7 @@ class StepPasses:
 
     @property
     def local_gradient_values(self) -> Tensor:
-        """What the last step gave on this rank alone: see Engine.own_values."""
+        """Values of the last step on this rank alone: see Engine.own_values."""
         square = None if self._replicas is None else self._replicas.own_square
         totals = self.totals.values.clone()
         return totals if square is None else torch.cat((totals, square.to(totals).view(1)))

@@ -28,11 +28,12 @@ from meshwright.runtime.parallel.attention_api import SeenKeys, divide_positions
 from meshwright.runtime.tracing.tracer import Inputs
 
 MOST_NUMBERS = 256
-"""Of tokens that are tried: nothing says how many a module knows."""
+"""Largest number of distinct tokens that are tried: a module does not state its vocabulary size."""
 
 
 TRIED_POSITIONS = 16
-"""Of samples on which units are tried in parts: what is divided does not depend on their length."""
+"""Positions of samples on which units are tried in parts: the division does not depend on
+length."""
 
 
 def samples(seq_len: int, *, numbered: bool = False) -> tuple[Tensor, ...]:
@@ -74,7 +75,7 @@ def recording_of(source: str) -> Iterator[None]:
 
 
 class TokenModel(OwnModel):
-    """What an Engine trains of a module on tokens; batches are those of LanguageModel."""
+    """A module on tokens, as an Engine trains it; batches are those of LanguageModel."""
 
     by_plan = True
 

@@ -66,7 +66,7 @@ def _takes_positions(module: nn.Module) -> bool:
 
 
 class LibraryModel(TokenModel):
-    """What an Engine trains, on tokens, of a model that only the library knows."""
+    """A model on tokens that only the library knows, as an Engine trains it."""
 
     def __init__(
         self,

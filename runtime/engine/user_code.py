@@ -226,7 +226,7 @@ class _Finder:
         return spec
 
     def _is_elsewhere(self, name: str) -> bool:
-        """Whether a module is ours, Python's, installed, or known by another finder."""
+        """Return whether a module is ours, Python's, installed, or known by another finder."""
         finders: list[Any] = [BuiltinImporter, FrozenImporter]
         finders += [f for f in sys.meta_path if f not in (PathFinder, *finders)]
         if any(f.find_spec(name, None) for f in finders if not isinstance(f, _Finder)):

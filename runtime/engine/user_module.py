@@ -77,14 +77,14 @@ from meshwright.runtime.tracing.unused_parameters import Participation
 
 
 class OwnModel:
-    """What an Engine trains, from a function that builds it."""
+    """A module from a function that builds it, as an Engine trains it."""
 
     counts = 1
-    """How much of each sample the loss is expected to count."""
+    """Count that the loss is expected to have for each sample."""
     by_plan = False
-    """Whether the optimizer is that of the plan's `training`."""
+    """True if the optimizer is that of the plan's `training`."""
     divides_logits = False
-    """Whether the loss gets logits that are divided over the tensor axis."""
+    """True if the loss gets logits that are divided over the tensor axis."""
 
     def __init__(
         self,
@@ -137,13 +137,13 @@ class OwnModel:
         if not local:
             loss = check_loss(plan, module, recorder, batch, loss, by_micro_batch=by_micro_batch)
         self._draws: Mapping[Draw, int] = {}
-        """Which dim of what a node draws has positions."""
+        """Dim with positions in the result of each random draw."""
         self._check_divisions(plan, module, plain, few, loss)
         self.plan = plan
         self.recorder = recorder
         self.aliases: Mapping[str, str] = recorder.aliases
         self.order = tuple(_names(module))
-        """Of parameters and buffers, as the module's own state_dict() has them."""
+        """Names of parameters and buffers, in the order of the module's own state_dict()."""
         self.participation: Participation | None = Participation()
         self.module = module
         """All of it, on the host, whose parts stages have taken."""
@@ -333,7 +333,7 @@ class OwnModel:
         return frozen_and_buffers([part.module for part in parts])
 
     saved_untrained_tensors = untrained_tensors
-    """What of that a checkpoint has."""
+    """The part of those tensors that a checkpoint has."""
 
     def learning_rate(self, steps: int) -> float | None:
         """Return None: a scheduler of the user's own says it."""

@@ -15,21 +15,21 @@ from meshwright.runtime.models.config_fields import DRAWS, unexecuted_fields
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LibraryFamily:
-    """What one model family is called in transformers, and how it differs from Llama there."""
+    """The transformers names of one model family, and its differences from Llama there."""
 
     classes: str
     """Prefix of its classes."""
     module: str = ""
-    """Of transformers.models, where it is not the family's name."""
+    """Module of transformers.models, where it is not the family's name."""
     prefix: str = "model"
     """Attribute of the base model in the causal language model; parameter names begin with it."""
     embedding: str = "embed_tokens"
     layers: str = "layers"
     block: str = "DecoderLayer"
-    """What its classes of a layer end in."""
+    """Suffix of the family's layer classes."""
     norm: str = "norm"
     norm_class: str = ""
-    """Of layer norms, where they are not torch's."""
+    """Class of layer norms, where they are not torch's."""
     norm_epsilon: str = "rms_norm_eps"
     """The configuration's name for what norms add to the variance."""
     scaled_embedding: bool = False

@@ -30,7 +30,7 @@ from meshwright.runtime.techniques import lora
 
 
 class Adapter:
-    """What is known of a model family, beside the planner's figures."""
+    """The facts about a model family that the planner's figures do not have."""
 
     def __init__(self, model: ModelGraph, dtype: torch.dtype) -> None:
         """`dtype` is the type of activations."""

@@ -49,12 +49,12 @@ _LATENT_STYLES: dict[str, TensorStyle] = {
     "layer.self_attn.kv_b_proj": "columns",
     "layer.self_attn.o_proj": "rows",
 }
-"""Of latent attention, for which the library's plans are not complete."""
+"""Styles of latent attention, for which the library's plans are not complete."""
 
 LM_HEAD = "lm_head.weight"
-"""What the library calls the output projection, which files of tied models leave out."""
+"""Library name of the output projection, which files of tied models leave out."""
 _CONTEXT_ATTENTION = "meshwright_context"
-"""What the library calls our attention over divided sequences."""
+"""Library name of our attention over divided sequences."""
 _DOCUMENT_ATTENTION = "meshwright_documents"
 """Our attention within documents, without a mask."""
 _EQUAL_HEADS = "meshwright_equal_heads"
@@ -166,7 +166,7 @@ class HuggingFace(Adapter):
         self._rotary: dict[tuple[str | None, int], Any] = {}
         self._masks: dict[int, Tensor] = {}
         self._of_starts: tuple[weakref.ref[Tensor] | None, dict[Any, Any]] = (None, {})
-        """What layers share of the micro-batch whose documents begin there."""
+        """Values that layers share for the micro-batch whose documents begin there."""
         if documents:
             self._refuse_unknown_lengths()
 

@@ -45,7 +45,7 @@ class _LayerShape(nn.Module):
     def __init__(self, like: Tensor, *, results: int) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.empty((), device="meta"))
-        """What makes a unit a layer: a parameter."""
+        """The parameter that makes a unit a layer."""
         self._shape, self._dtype, self._results = like.shape, like.dtype, results
 
     def forward(self, *taken: Tensor) -> Tensor | tuple[Tensor, ...]:

@@ -14,7 +14,7 @@ from meshwright.planner.errors import LaunchError
 from meshwright.runtime.parallel.attention_api import library_attention
 
 _NAMED_ATTENTION = "meshwright_named"
-"""What the library calls attention that can be divided and restricted to documents."""
+"""Library name of the attention that can be divided and restricted to documents."""
 
 
 def save_pretrained(

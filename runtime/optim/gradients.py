@@ -39,7 +39,7 @@ class Slot:
     parameter: nn.Parameter
     local: Tensor
     copies: int
-    """How many ranks hold these same values."""
+    """Number of ranks that hold these same values."""
     partial: bool
     """The gradient must be summed over the tensor axis."""
     pieces: int
@@ -47,26 +47,26 @@ class Slot:
     tied: dist.ProcessGroup | None
     """Stages that hold a copy each, whose gradients must be summed."""
     factor: float
-    """What the gradient must be multiplied with to be the mean over the global batch."""
+    """Factor that turns the gradient into the mean over the global batch."""
     sections: tuple[int, ...] = ()
     """Sizes of the matrices that lie one behind the other in dim 0, of each of which this rank has
     its part along the tensor axis; DTensor has no placement for that."""
     copies_here: tuple[tuple[nn.Parameter, Tensor], ...] = ()
-    """Those of a tied parameter on other stages of this rank, divided alike: parameter and local
+    """Copies of a tied parameter on other stages of this rank, divided alike: parameter and local
     part.  Their gradients are added to this one's, and they take its values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMeasurement:
-    """What all ranks together say of a step, on the device."""
+    """The measurements of a step over all ranks, on the device."""
 
     total: Tensor
     """Sum of the loss over all that counts."""
     count: Tensor
     norm: Tensor
-    """Of the gradient of the mean loss, before clipping; not finite where fp16 overflowed."""
+    """Norm of the gradient of the mean loss, before clipping; not finite where fp16 overflowed."""
     factor: Tensor
-    """What gradients must be multiplied with to be those of the mean loss; 0 if nothing counts."""
+    """Factor that turns gradients into those of the mean loss; 0 if nothing counts."""
     checks: Tensor
     """[5] How many gradients are zeros that ranks put in place of none; how many ranks had a
     forward that failed, or that changed a copy of a parameter; the sums of the words of replicas
@@ -136,26 +136,26 @@ class Gradients:
         self.steps = torch.zeros((), dtype=torch.int64)
         """Updates so far."""
         self.agreement: Agreement | None = None
-        """What compares replicas, from when ranks have agreed on what they hold."""
+        """The comparison of replicas, set once ranks have agreed on what they hold."""
         self._mean = mean
         self.use(slots)
         self._lacking: set[Slot] = set()
-        """Those without a gradient in this step, in whose place zeros are summed."""
+        """Parameters without a gradient in this step, for which zeros are summed."""
         self._names: list[str] | None = None
-        """Of what all ranks train, in order."""
+        """Names of all trained parameters of all ranks, in order."""
         self.participation: Participation | None = None
-        """Of parameters that FSDP reduces, which all have a gradient then."""
+        """Participation of parameters that FSDP reduces, which all have a gradient then."""
         self.failure: Callable[[], Exception | None] = lambda: None
         """Takes what went wrong in this step's forwards here, which all ranks are to know."""
         self._failed: Exception | None = None
         self.tracks_unused = False
-        """Whether each step notes what took no part in it."""
+        """True if each step notes which parameters took no part in it."""
         self.unused: Mapping[str, tuple[int, ...]] = {}
         """Parameters that took no part in the last step, and on which ranks."""
         self._without: set[str] = set()
         """Parameters that took no part on this rank."""
         self.out_of_time: Callable[[], bool] = lambda: False
-        """Whether this rank asks all to end because a time is over."""
+        """Returns whether this rank asks all ranks to end because a time limit is reached."""
         self._noticed = take_notice()
 
     def use(self, slots: Iterable[Slot]) -> None:

@@ -26,7 +26,7 @@ from meshwright.runtime.core import pinned_memory as host
 from meshwright.runtime.core.side_effects import restore_side_effects
 
 BUCKET_BYTES = 64 * 2**20
-"""Of state, which is what a bucket moves."""
+"""Bytes of state in one bucket, the unit of transfer."""
 
 Optimizer = torch.optim.Optimizer
 
@@ -126,7 +126,7 @@ class _OnItsWay:
     key: str
     copied: host.Copied
     source: Tensor
-    """Which must stay until the copy is made."""
+    """Source of the copy, which must stay alive until the copy is complete."""
 
 
 def _arrive(going: Sequence[_OnItsWay]) -> None:

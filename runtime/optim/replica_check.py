@@ -70,7 +70,7 @@ def is_due(step: int, every: int) -> bool:
 
 
 class Agreement:
-    """What this rank has that others have too."""
+    """The values that this rank has in common with others."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class Agreement:
 
     @property
     def _has_peers(self) -> bool:
-        """Whether there are other ranks; those of a rehearsal say nothing."""
+        """True if there are other ranks; those of a rehearsal say nothing."""
         several = self._place.mesh is not None and dist.get_world_size() > 1
         return several and dist.get_backend() != "fake"
 

@@ -50,7 +50,7 @@ from meshwright.runtime.parallel.gradient_compression import Mean
 
 Factory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 Settings = Mapping[str, Any]
-"""Those of a group of torch's optimizers (`lr`, `weight_decay`); `optimizer` among them is a
+"""Settings of a group of torch's optimizers (`lr`, `weight_decay`); `optimizer` among them is a
 factory for this group instead of the engine's."""
 GroupOf = Callable[[str, nn.Parameter], Settings] | Mapping[str | type[nn.Module], Settings]
 """Settings of a parameter by its name, or by the module that has it: by a path, in which `*` stands
@@ -71,7 +71,7 @@ class ParameterGroup:
     settings: Mapping[str, Any]
     names: tuple[str, ...]
     elementwise: bool | None = None
-    """Whether the update treats each element by itself; None: it is tried."""
+    """True if the update treats each element by itself; None: it is tried."""
     waits: bool = False
     """The host waits to learn whether weights move: the update takes no `found_inf`."""
 
@@ -377,7 +377,7 @@ class TorchOptimizers(Gradients):
                 }
             )
         self.optimizers = tuple(make_optimizer(factory, listed) for factory, listed in own.values())
-        """Of each factory one, over the groups in the order in which the model has them."""
+        """One optimizer per factory, over the groups in the order in which the model has them."""
         self.pending = False
         """Gradients wait for an update: parameters show that in `p.grad`, and none may step."""
         self._hidden: list[tuple[nn.Parameter, Tensor]] = []
@@ -444,7 +444,7 @@ class TorchOptimizers(Gradients):
 
     @property
     def settles(self) -> bool:
-        """Whether an update waits to learn what took part in the step (see `settle`)."""
+        """True if an update waits to learn what took part in the step (see `settle`)."""
         return self.participation is not None
 
     def follow(self) -> None:

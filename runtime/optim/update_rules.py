@@ -101,7 +101,7 @@ def parameter_groups_of(
 
 
 def _is_of_muon(slot: Slot) -> bool:
-    """Whether Muon updates a parameter: a matrix of a block."""
+    """Return whether Muon updates a parameter: a matrix of a block."""
     ends = ("embed_tokens", "wte", "wpe", "lm_head", "tokens", "positions", "output.weight")
     return slot.parameter.ndim == 2 and not any(end in slot.name for end in ends)
 

@@ -30,10 +30,10 @@ from meshwright.runtime.parallel.context_parallel import for_each_query_head
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeenKeys:
-    """What queries of a micro-batch see of its keys."""
+    """The keys of a micro-batch that its queries see."""
 
     context: Context = WHOLE
-    """Which positions this rank has."""
+    """Positions that this rank has."""
     starts: Tensor | None = None
     """The first key of each query's document, [sample, position]; None is the sample's first."""
     itself: bool = False
@@ -43,7 +43,7 @@ class SeenKeys:
 
 
 class _Now:
-    """What the call of a module under way sees; backward may run in another thread."""
+    """The state of the module call in progress; backward may run in another thread."""
 
     seen = SeenKeys()
     calls: list[int] | None = None

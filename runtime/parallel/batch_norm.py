@@ -38,11 +38,11 @@ from meshwright.runtime.core.torch_internals import in_backward, refuse_graph
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 Kind = Literal["per_micro_batch", "synchronised"]
-"""What is normalised together."""
+"""The samples normalised together: those of one data rank's micro-batch, or of all data ranks."""
 
 
 class RunningStatistics:
-    """What the BatchNorms of this rank's stages have seen since `apply`."""
+    """The statistics that the BatchNorms of this rank's stages have collected since `apply`."""
 
     def __init__(
         self, modules: Iterable[nn.Module], place: Place, *, kind: Kind = "per_micro_batch"

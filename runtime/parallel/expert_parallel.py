@@ -64,11 +64,11 @@ from meshwright.runtime.parallel.tensor_parallel import distribute
 from meshwright.runtime.techniques.packed_weights import PackedExperts
 
 HIDDEN_DIM = {"gate_up_proj": 2, "down_proj": 1}
-"""Which dim of an experts module's parameters is the hidden one."""
+"""Index of the hidden dim of each parameter of an experts module."""
 _BIASES = ("gate_up_proj_bias", "down_proj_bias")
-"""Of the experts of GPT-OSS."""
+"""Bias parameters of the experts of GPT-OSS."""
 _SHARED = ("shared", "shared_experts", "shared_expert")
-"""What mixtures call the experts that all tokens share."""
+"""Names that mixtures give the experts shared by all tokens."""
 _ALIGNMENT_BYTES = 16  # that grouped products ask of every row
 
 
@@ -189,7 +189,7 @@ def modules_of(layer: nn.Module) -> dict[str, nn.Module]:
 
 
 def are_called_with(args: Sequence[Any]) -> bool:
-    """Whether these are tokens and, behind them, the experts that each has chosen.
+    """Return whether these are tokens followed by the experts that each has chosen.
 
     Modules with the same parameters may take something else: those of Llama 4 take tokens alone,
     sorted by expert.
@@ -258,7 +258,7 @@ def rows_of_experts(index: Tensor, count: int) -> Tensor:
 
 
 class ExpertLoad:
-    """How many tokens each expert of a layer was given since the last look."""
+    """Tokens that each expert of a layer got since the counts were last read."""
 
     def __init__(self, module: nn.Module, count: int, device: torch.device) -> None:
         self._rows = torch.zeros(count, dtype=torch.int64, device=device)
@@ -289,7 +289,7 @@ def imbalance(rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Route:
-    """How many tokens go where, from this rank and to it."""
+    """Numbers of tokens sent by this rank to each rank, and received from each."""
 
     leaving: list[int]
     arriving: list[int]

@@ -26,7 +26,7 @@ from meshwright.runtime.core.seeds import seed_of
 from meshwright.runtime.core.torch_internals import ReduceScatter, reduce_scatter
 
 RANK = 4
-"""Of the matrices that PowerSGD sends."""
+"""Rank of the matrices that PowerSGD sends."""
 LEAST_SAVING = 2
 """A matrix that would not shrink by as much travels whole, as do vectors."""
 
@@ -86,12 +86,12 @@ class _NarrowReduceScatter(ReduceScatter):
 
 @dataclass(slots=True)
 class _Matrix:
-    """What PowerSGD remembers of one matrix [n, m]."""
+    """The state that PowerSGD keeps for one matrix [n, m]."""
 
     factor: Tensor
-    """The right one of the last step, [m, RANK]: the next power iteration starts from it."""
+    """The right factor of the last step, [m, RANK]: the next power iteration starts from it."""
     left_out: Tensor | None = None
-    """What this rank has not sent yet."""
+    """Part of the matrix that this rank has not sent yet; it is added to the next gradient."""
 
 
 class Mean:

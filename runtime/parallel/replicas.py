@@ -23,9 +23,10 @@ from torch.distributed.tensor import DTensor
 from meshwright.runtime.core.torch_internals import DTensorSpec, TensorMeta
 
 BUCKET_BYTES = 25 * 2**20
-"""What a bucket takes at least, if there is as much."""
+"""Least size of a bucket in bytes, if there are as many."""
 FEWEST_BUCKETS = 8
-"""Of a small model: a bucket is there as a whole when activations still are, and it overlaps."""
+"""Fewest buckets of a small model: each is allocated whole while activations are alive, and its
+reduction overlaps with backward."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,10 +40,10 @@ class _Bucket:
     parameters: list[nn.Parameter]
     group: dist.ProcessGroup
     dtype: torch.dtype
-    """Of the gradients."""
+    """Type of the gradients."""
     flat: Tensor | None = None
     views: list[Tensor] = field(default_factory=list)
-    """Where in `flat` each gradient lies, in the order in memory that its parameter has.
+    """View in `flat` of each gradient, in the order in memory that its parameter has.
 
     torch's fused optimizers run through memory and look at no strides: a convolution's weight in
     channels_last would be updated by another element's gradient."""
@@ -53,7 +54,7 @@ class _Bucket:
     complete: int = 0
     """Gradients to which all of a step's backwards have added."""
     sent: Tensor | None = None
-    """What is on its way."""
+    """The buffer that is being sent."""
     work: dist.Work | None = None
 
     def __post_init__(self) -> None:
@@ -137,11 +138,11 @@ class Replicas:
         self._op = dist.ReduceOp.SUM if divided else dist.ReduceOp.AVG
         all_parameters = list(parameters)
         self._stages = Counter(parameter for parameter, _ in all_parameters)
-        """How many stages of this rank read each, in backwards of their own."""
+        """Number of stages of this rank that read each parameter, in backwards of their own."""
         self._buckets = _buckets(all_parameters, dtype)
         self._sent = 0
         self.measures_own = False
-        """Whether each step measures this rank's own gradient, before it becomes the mean."""
+        """True if each step measures this rank's own gradient, before it becomes the mean."""
         self.own_square: Tensor | None = None
         """The square of its norm in the last step that was measured."""
         self._squares: list[Tensor] = []

@@ -50,10 +50,10 @@ from meshwright.runtime.parallel.trial_weights import (
 from meshwright.runtime.tracing.tracer import has_data
 
 MOST_CHECKED_FLOPS = 1e11
-"""Of a unit's forward, in products; the check takes some twenty times as many."""
+"""Largest cost of a checked unit's forward, in products; the check takes about 20 times as many."""
 CLOSE = 2e-4
-"""How far a divided unit's numbers may lie from the whole one's, over the largest of them, in fp32:
-sums in another order differ by 1e-6, another head's numbers by 1."""
+"""Largest fp32 difference between a divided unit's numbers and the whole one's, relative to the
+largest of them: sums in another order differ by 1e-6, another head's numbers by 1."""
 NOISE = 1e-5
 """The same over the largest gradient of the unit."""
 DROPOUTS = frozenset(
@@ -64,7 +64,7 @@ DROPOUTS = frozenset(
 ALONE = "its output is not read by one product alone, nor its input made by one"
 """Why a product that has no other to be divided with is whole."""
 TRIED = ("on a part of it", "its code draws")
-"""How reasons begin that the user's code between two products gives."""
+"""First words of reasons that the user's code between two products gives."""
 ON_A_PART = (
     "write code that runs on a part of features or heads: view(..., -1, head_size) and chunk(3) "
     "rather than their numbers"
@@ -73,14 +73,14 @@ ON_A_PART = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DividedUnit:
-    """How a unit is divided over the ranks of an axis, and what of it stays whole."""
+    """The division of a unit over the ranks of an axis, and the parts of it that stay whole."""
 
     degree: int
     regions: tuple[Region, ...] = ()
     partial: frozenset[str] = frozenset()
     """Whole parameters whose gradient is the sum over the ranks."""
     whole: Mapping[str, str] = field(default_factory=dict)
-    """Why a product or table is not divided, by path."""
+    """Reasons why products or tables are not divided, by path."""
     dropouts: Mapping[str, int] = field(default_factory=dict)
     """By path, modules of nn.Dropout that see a part, and along which dim."""
     undrawn: tuple[Region, ...] = ()
@@ -204,7 +204,7 @@ class _Replaced(torch.autograd.Function):
 
 @dataclass(slots=True)
 class _TrialRun:
-    """What a run of a unit left."""
+    """The results of a run of a unit."""
 
     outputs: list[Tensor]
     grads: dict[str, WeightGradient | None]
@@ -245,7 +245,7 @@ class DivisionTrial:
         self._plain: dict[tuple[bool, bool], _TrialRun] = {}
         """The unit as it is, by whether it trains and whether it drops."""
         self._whole_runs: dict[Any, tuple[_AxisWatch, dict[str, set[tuple[int, ...]]]]] = {}
-        """What a division sums of the whole, and the shapes that its dropouts see."""
+        """Sums of a division over the whole, and the shapes that its dropouts see."""
         self._equal_divisions: dict[Any, DividedUnit] = {}
         """Divisions of which all ranks of an axis were tried."""
 
@@ -540,7 +540,7 @@ def _ways(region: Region) -> Iterator[Region]:
 
 
 def _in_torch_styles(unit: nn.Module, region: Region, *, partial: bool) -> bool:
-    """Whether torch's ColwiseParallel and RowwiseParallel divide a region as it would be here."""
+    """Return whether torch's ColwiseParallel and RowwiseParallel divide a region as done here."""
     parts = [unit.get_submodule(path) for path in region.paths]
     return not partial and all(isinstance(part, nn.Linear) for part in parts)
 
@@ -663,7 +663,7 @@ def _backward(outputs: Sequence[Tensor]) -> None:
 
 
 def _is_partial_sum(parts: Sequence[Tensor | None], whole: Tensor, noise: float) -> bool:
-    """Whether what ranks have are parts of a gradient to be summed, rather than copies of it.
+    """Return whether the ranks' values are parts of a gradient to be summed, not copies of it.
 
     Where it is zero but for rounding, copies are equal to the bit; parts of a sum are not, and
     ranks that did not add them would drift apart.

@@ -71,7 +71,7 @@ def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class AxisEntry:
-    """Where activations enter a region: what several columns read is copied once."""
+    """The entry of activations into a region: a value that several columns read is copied once."""
 
     def __init__(self, across: Across) -> None:
         self._across = across

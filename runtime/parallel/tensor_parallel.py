@@ -47,7 +47,7 @@ SHARDS: dict[TensorStyle, dict[str, int]] = {
     "part": {"weight": 1, lora.A: 1},
     "experts": {"gate_up_proj": 1, "down_proj": 2},
 }
-"""Which dim of which parameter a style divides.
+"""Index of the dim that a style divides, by parameter.
 
 Where a dim has several matrices one above the other (Adapter.pieces), each is divided and a rank
 has its part of each: DTensor has no placement for that, so only `Optimizer.state`, which gives them

@@ -42,14 +42,14 @@ PRODUCTS = (nn.Linear, *CONVOLUTIONS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """What of a unit is divided together; paths are inside the unit."""
+    """The parts of a unit that are divided together; paths are inside the unit."""
 
     kind: Literal["products", "table", "heads"]
     owner: str
     """The module whose forward contains all of it."""
     columns: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """By path the sizes of the matrices that lie one behind the other in the output features: of
-    each a rank has its part."""
+    """By path, the sizes of the matrices that lie one behind the other in the output features; a
+    rank has its part of each."""
     rows: str = ""
 
     @property
@@ -285,7 +285,7 @@ def own_leaf(leaf: Any) -> Any:
 
 @dataclass(slots=True)
 class Flow:
-    """Which products of a unit stand behind which, with nothing but other functions between."""
+    """The order of a unit's products, with nothing but other functions between neighbours."""
 
     order: list[str]
     before: dict[str, set[str]]

@@ -36,7 +36,7 @@ EXAMPLE = {"blocks.*.up": "ColwiseParallel()", "blocks.*.down": "RowwiseParallel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptStyles:
-    """How the modules of a script are divided over the tensor axis."""
+    """The division of a script's modules over the tensor axis."""
 
     given: Mapping[str, ParallelStyle] = field(default_factory=dict)
     """By path, as the user says."""
@@ -44,7 +44,7 @@ class ScriptStyles:
     """By unit."""
 
     def __bool__(self) -> bool:
-        """Whether anything is divided."""
+        """Return whether anything is divided."""
         return bool(self.given) or bool(self.derived)
 
 

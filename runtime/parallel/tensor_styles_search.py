@@ -123,16 +123,16 @@ class DerivedStyles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorStyles:
-    """What of a module a tensor axis divides, by pattern of paths; printed as a table."""
+    """The division of a module by a tensor axis, by pattern of paths; printed as a table."""
 
     ranks: int
     divided: Mapping[str, str]
     """Styles in torch's words."""
     whole: Mapping[str, str]
-    """Why a product or a table stays whole on every rank."""
+    """Reasons why a product or a table stays whole on every rank."""
     given: Mapping[str, str] = field(default_factory=dict)
-    """Of what is whole, styles for `tensor=` that divide it, with other random numbers than those
-    of one process."""
+    """Styles for `tensor=` that divide modules now whole, with other random numbers than those of
+    one process."""
 
     @classmethod
     def for_units(cls, units: Mapping[str, DividedUnit], ranks: int) -> TensorStyles:
@@ -228,7 +228,7 @@ def _style_of(region: Region, path: str) -> str:
 
 
 class _Arguments:
-    """What units are given when they are tried: random numbers where the recording had numbers."""
+    """Arguments of tried units: random numbers where the recording had numbers."""
 
     def __init__(self, module: nn.Module, recording: Recording, batch: Any) -> None:
         self._module = module

@@ -24,9 +24,9 @@ LARGE = 1 << 20
 STRIDE = 17
 """From a row of a large weight to the next: coprime to the sizes of heads."""
 SUMS = 4
-"""Of each row or column of a large gradient."""
+"""Number of sums of each row or column of a large gradient."""
 MOST_SIGNS = 1 << 20
-"""Of a row; of longer rows there is one sum."""
+"""Length of a row from which on there is one sum instead of SUMS."""
 
 
 def random_weight(shape: Sequence[int], *, dense: bool = False) -> Tensor:
@@ -46,7 +46,7 @@ def random_weight(shape: Sequence[int], *, dense: bool = False) -> Tensor:
 
 
 def is_overlapping(weight: Tensor) -> bool:
-    """Whether rows of a weight share numbers."""
+    """Return whether rows of a weight share elements in memory."""
     return weight.ndim > 1 and 0 < weight.stride(0) < weight[0].numel()
 
 

@@ -35,7 +35,7 @@ class NodeFault(Part):
     """One fault of a node."""
 
     node: Text
-    """As `identity_of` says."""
+    """Identity of the node, as `identity_of` returns it."""
     cause: Cause
     at_unix_s: Amount
 

@@ -28,28 +28,28 @@ from meshwright.runtime.run.run_folder import log_text
 
 LEAST_S = 10.0
 TIMES = 3.0
-"""As long as the longest of the last steps, until a rank hangs."""
+"""Multiple of the longest of the last steps after which a rank counts as hung."""
 RECENT = 200
 LOOK_S = 0.2
 ANSWER_S = 3.0
-"""How long ranks have to write their stacks."""
+"""Seconds that ranks have to write their stacks."""
 _FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HungRank:
-    """What a rank does while ranks hang."""
+    """The state of a rank while ranks hang."""
 
     rank: int
     step: int
     part: str
     collective: str | None
-    """That it waits in, and where training calls it; None where it waits in none."""
+    """Collective that the rank waits in, and where training calls it; None if it waits in none."""
     answered: bool
 
     @property
     def text(self) -> str:
-        """What a report says of it."""
+        """The sentence of a report about the rank."""
         if not self.answered:
             return f"rank {self.rank} does not answer ({self.part} of step {self.step})"
         doing = f"waits for others: {self.collective}" if self.collective else "waits for nobody"
@@ -136,7 +136,7 @@ class HangWatch:
         return hung
 
     def _was_stopped(self, begun: Sequence[RankPlace], now_s: float) -> bool:
-        """Whether a rank's process was stopped in each look for long enough, in its first steps."""
+        """Return whether a process was stopped at each look for long enough, in its first steps."""
         if self._first_step is not None and not self._own_code:
             begun = [place for place in begun if place.step < self._first_step + 2]
         stopped = {
@@ -173,7 +173,7 @@ class HangWatch:
 
 
 def is_stopped(process: int) -> bool:
-    """Whether a process was stopped by a signal.
+    """Return whether a process was stopped by a signal.
 
     >>> is_stopped(os.getpid()), is_stopped(0)
     (False, False)

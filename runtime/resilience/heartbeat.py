@@ -37,7 +37,7 @@ PARTS: tuple[Part, ...] = get_args(Part)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
-    """Where a rank is, and since when by time.monotonic()."""
+    """The step and part that a rank is in, and since when by time.monotonic()."""
 
     process: int
     """0 before the rank has begun."""
@@ -58,12 +58,12 @@ class RankPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPace:
-    """What a rank's steps took so far, all together."""
+    """Total seconds of a rank's steps so far, by kind."""
 
     steps: int
     data_s: float
     work_s: float
-    """Of its own, without waiting for others; 0 where that is not known."""
+    """Seconds of its own work, without waiting for others; 0 where that is not known."""
     whole_s: float
 
 
@@ -79,7 +79,7 @@ class Beacon:
 
     @property
     def is_seen(self) -> bool:
-        """Whether somebody looks."""
+        """True if a launcher reads the beacon."""
         return self._memory is not None
 
     def count_step(self, *, data_s: float, work_s: float, whole_s: float) -> None:
@@ -98,7 +98,7 @@ class Beacon:
 
 
 class Beacons:
-    """Those of all ranks of a node, as their launcher sees them."""
+    """The beacons of all ranks of a node, as their launcher sees them."""
 
     def __init__(self, file: Path, ranks: int) -> None:
         self.file = file

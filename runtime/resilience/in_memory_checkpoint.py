@@ -47,16 +47,16 @@ COPY_OVER_CALLS = 1.7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MirroredState:
-    """What ranks go on from."""
+    """The state that ranks resume from."""
 
     step: int
     snapshots: tuple[Snapshot, ...]
     used: SampleDigest
-    """Of the samples that were used until then."""
+    """Digest of the samples that were used until then."""
     identity: TrainingIdentity | None = None
-    """Of what training it is; None where the copy does not say."""
+    """Identity of the training; None where the copy does not have it."""
     files: Mapping[str, bytes] = field(default_factory=dict)
-    """What ranks have beside tensors, by name."""
+    """Files of ranks beside tensors, by name."""
 
 
 class Mirror:
@@ -120,7 +120,7 @@ class Mirror:
 
     @property
     def is_measured_first(self) -> bool:
-        """Whether the interval follows from a measurement for the first time."""
+        """True if the interval follows from a measurement for the first time."""
         return self._copies == GENERATIONS + 1
 
     def newest(self, needed: Mapping[str, Box], *, of_this: bool = False) -> MirroredState | None:

@@ -27,7 +27,7 @@ from meshwright.runtime.run.recovery_policy import RankEnd
 LOST_S = 4.0
 """An agent that is silent for so long is lost."""
 SUSPECT_S = 1.0
-"""So long if its connections were closed."""
+"""Seconds of silence after which an agent whose connections were closed is lost."""
 Phase = Literal["ready", "running", "ended", "left"]
 """Without ranks, with ranks of its epoch, after those; and gone for good, as it said."""
 
@@ -40,11 +40,11 @@ class Agent(Part):
     """Standing apart by this."""
     host: Text
     port: Positive
-    """Where it hears others."""
+    """Port on which the agent receives messages of others."""
     meet_port: Positive
-    """Where the ranks of an epoch that it leads are joined."""
+    """Port at which the ranks of an epoch that the agent leads are joined."""
     copies_port: Positive
-    """Where it takes copies of what another's ranks have written."""
+    """Port on which the agent receives copies of the state of another agent's ranks."""
 
 
 class Held(Part):
@@ -71,25 +71,25 @@ class State(Part):
 
     step: Count
     epoch: Positive | None = None
-    """Whose memory has it; None where storage does."""
+    """Epoch whose memory holds the state; None where storage does."""
 
 
 class Epoch(Part):
-    """What the register has under one number."""
+    """The entry of the register under one number."""
 
     number: Positive
     run: Text
     members: tuple[Agent, ...]
-    """In the order of their ranks; the first has rank 0."""
+    """Members in the order of their ranks; the first has rank 0."""
     plan: Text | None = None
-    """Where its plan lies; None for the one that the run was started with."""
+    """Path of the epoch's plan; None for the plan that the run was started with."""
     output: Text
     """The run's folder."""
     state: State
     reaction: Reaction | None = None
     why: Text | None = None
     ends: tuple[RankEnd, ...] = ()
-    """Of all epochs of the run until here."""
+    """Ends of ranks in all epochs of the run so far."""
     excluded: tuple[Text, ...] = ()
     """Starts of agents that are not wanted any more."""
     lost_devices: tuple[LostDevice, ...] = ()
@@ -103,7 +103,7 @@ class Epoch(Part):
         return max((starts.count(member.start) for member in members), default=0)
 
     def has_member(self, agent: Agent) -> bool:
-        """Whether an agent is a member."""
+        """Return whether an agent is a member."""
         return any(member.start == agent.start for member in self.members)
 
 
@@ -117,7 +117,7 @@ class Standing(Part):
     epoch: Count
     phase: Phase
     end: RankEnd | None = None
-    """How its ranks of the epoch ended, where it was one of its own that ended it."""
+    """End of the agent's ranks in the epoch, if one of them ended the epoch."""
     held: tuple[Held, ...] = ()
 
 
@@ -143,7 +143,7 @@ class Over:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """What is known when the next epoch has to be decided, and this agent decides."""
+    """The facts for deciding the next epoch, which this agent decides."""
 
     epoch: Epoch
     alive: tuple[Agent, ...]
@@ -151,7 +151,7 @@ class Proposal:
     lost: tuple[Agent, ...]
     spares: tuple[Agent, ...]
     ends: tuple[RankEnd, ...]
-    """Of the alive members, the one that knows the most first."""
+    """Ends of the alive members' ranks, the one that knows the most first."""
     held: tuple[Held, ...]
 
     def members(self, count: int, *, without: Agent | None = None) -> tuple[Agent, ...]:
@@ -193,7 +193,7 @@ def newest_whole(held: Iterable[Held]) -> State | None:
 
 
 class Holdings:
-    """Which states an agent has parts of: the newest two.
+    """The newest two states that an agent has parts of.
 
     Ranks copy a state only when all agents have had theirs of the one before, also the parts that
     they keep for others.  So whoever has parts of a third state knows that the second is whole, and
@@ -228,7 +228,7 @@ class Holdings:
 
 
 class Roster:
-    """What one agent knows of the others, and what it has to do."""
+    """An agent's view of the others, and the actions it has to take."""
 
     def __init__(self, run: str, agent: Agent) -> None:
         self.run, self.agent = run, agent
@@ -244,7 +244,7 @@ class Roster:
 
     @property
     def number(self) -> int:
-        """Of the newest epoch that is known."""
+        """Number of the newest epoch that is known; 0 if none is known."""
         return 0 if self.epoch is None else self.epoch.number
 
     def status(self) -> Standing:
@@ -279,7 +279,7 @@ class Roster:
 
     @property
     def has_heard(self) -> bool:
-        """Whether any other agent has been heard."""
+        """True if any other agent has been heard."""
         return bool(self._told)
 
     def suspect(self, agent: Agent) -> None:
@@ -309,7 +309,7 @@ class Roster:
 
     @property
     def is_member(self) -> bool:
-        """Whether this agent trains in the newest epoch that is known."""
+        """True if this agent trains in the newest epoch that is known."""
         return self.epoch is not None and self.epoch.has_member(self.agent)
 
     def began(self) -> None:
@@ -360,7 +360,7 @@ class Roster:
         )
 
     def is_lost(self, agent: Agent, now_s: float) -> bool:
-        """Whether an agent has been silent for too long."""
+        """Return whether an agent has been silent for too long."""
         if agent.start == self.agent.start:
             return False
         silent_s = now_s - self._heard_s.get(agent.start, now_s)

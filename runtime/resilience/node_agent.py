@@ -54,9 +54,9 @@ from meshwright.runtime.run.rendezvous import NodeLeft, Rendezvous
 TELL_S = 0.5
 LOOK_S = 0.1
 RETURN_S = 60.0
-"""How long agents whose ranks have ended wait for the others."""
+"""Seconds that agents whose ranks have ended wait for the others."""
 ANSWERS_S = 1.5
-"""How long an agent that comes to a run that may live waits for one of its members."""
+"""Seconds that an agent joining a run that may be alive waits for one of its members."""
 FAREWELLS = 3
 MOST_BYTES = 60_000
 CODE_BYTES = 32
@@ -127,7 +127,7 @@ class Register:
 
 
 class Sockets:
-    """Where an agent hears others and takes copies; a port reserved for ranks that it will lead."""
+    """An agent's sockets for messages and copies; a port reserved for ranks that it will lead."""
 
     def __init__(self, address: str) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -378,7 +378,7 @@ class NodeAgent:
                 time.sleep(LOOK_S)
 
     def is_answered(self) -> bool:
-        """Whether members of the newest epoch live."""
+        """Return whether members of the newest epoch are alive."""
         until_s = time.monotonic() + ANSWERS_S
         while time.monotonic() < until_s and not self.roster.has_heard:
             time.sleep(LOOK_S)

@@ -27,7 +27,7 @@ from meshwright.runtime.core.object_collectives import all_gather_json
 from meshwright.runtime.resilience.shared_memory import StateSlot
 
 Key = tuple[int, str, str, int]
-"""What is alike in the parts of one state: its step first, then run, plan and ranks."""
+"""The key shared by the parts of one state: step, run, plan and number of ranks."""
 
 
 def key_of(label: Mapping[str, Any]) -> Key:
@@ -44,7 +44,7 @@ class RankCopy:
 
     @property
     def snapshot(self) -> Snapshot:
-        """What it has."""
+        """The snapshot in this copy."""
         parts = {
             name: SnapshotPart(tuple(shape), tuple(offset), self._values(kind, local, at, size))
             for name, kind, shape, offset, local, at, size in self.label["parts"]
@@ -122,12 +122,12 @@ def _from_all(copies: Sequence[RankCopy], needed: Mapping[str, Box]) -> Found | 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartBoxes:
-    """What a rank's part of a state has, without the values."""
+    """The boxes of a rank's part of a state, without the values."""
 
     place: tuple[int, int]
     """Its step, and the first sample that no step has had."""
     boxes: Mapping[str, tuple[str, Box]]
-    """By name: the type, and which box of the tensor."""
+    """By name: the type, and the box of the tensor."""
 
 
 Found = tuple[list[Snapshot], Mapping[str, Any]]

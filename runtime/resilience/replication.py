@@ -40,9 +40,9 @@ from meshwright.runtime.run.authenticated_channel import (
 LOOK_S = 0.05
 """Between two looks at what ranks have written."""
 GREET_S = 10.0
-"""How long a connection may take to show that it knows the secret."""
+"""Seconds that a connection may take to show that it knows the secret."""
 SILENT_S = 30.0
-"""How long the other side may say nothing in the middle of a copy."""
+"""Seconds of silence allowed from the other side in the middle of a copy."""
 AGAIN_S = 0.2
 """Until a partner that did not answer is called again."""
 MOST_CONNECTIONS = 8
@@ -73,7 +73,7 @@ def partner_places(domains: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pairing:
-    """Whose copies a node keeps in an epoch, and who keeps its own."""
+    """The ward whose copies a node keeps in an epoch, and the partner that keeps the node's own."""
 
     run: str
     epoch: int

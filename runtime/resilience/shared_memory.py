@@ -56,13 +56,13 @@ is mapped anew every page of it faults."""
 
 SHARED = Path("/dev/shm")
 ROOM = 1.25
-"""How much more room than copies need is asked for where they have names."""
+"""Ratio of required free space to the expected bytes, for slots that have names."""
 _MOST_FOLDERS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyContext:
-    """What a checkpoint has beside tensors, of a plan whose ranks made copies."""
+    """The parts of a checkpoint beside tensors, of a plan whose ranks made copies."""
 
     plan: Plan
     model: ModelGraph | None = None
@@ -71,7 +71,7 @@ class CopyContext:
 
 
 class Slots:
-    """Those of a node; they go with this process, unless it is killed and they have names."""
+    """The slots of a node; they go with this process, unless it is killed and they have names."""
 
     def __init__(self, checkpoints: Path | None = None, *, expected_bytes: float = 0.0) -> None:
         """With a folder of `checkpoints` they have names, where there is room for what is expected.
@@ -87,11 +87,11 @@ class Slots:
         self._epoch = 0
         self._has_partner = False
         self.ranks = 0
-        """That this node has now."""
+        """Number of ranks that this node has now."""
         self.contexts: dict[str, CopyContext] = {}
         """By the digest of the plan."""
         self.stays = False
-        """Whether named slots stay behind: what is in them could not be written."""
+        """True if named slots stay behind: their contents could not be written."""
         self._seen: tuple[dict[str, Any], NodeSlots] | None = None
 
     def __enter__(self) -> Slots:
@@ -112,7 +112,7 @@ class Slots:
 
     @property
     def place(self) -> str:
-        """Where they are, as an error says it."""
+        """The location of the slots, as an error names it."""
         return "its launcher's memory" if self._folder is None else str(self._folder)
 
     def begin(self, *, epoch: int, wards: int, has_partner: bool) -> None:
@@ -286,7 +286,7 @@ def _file(descriptor: int) -> str:
 
 
 class Kept:
-    """What a node's launcher tells its ranks: which of their copies the partner has, too."""
+    """A node launcher's record for its ranks of which of their copies the partner has, too."""
 
     def __init__(self, file: Path) -> None:
         with file.open("r+b") as opened:
@@ -298,7 +298,7 @@ class Kept:
         self._memory[:] = _KEPT.pack(int(run, 16), step, round(processor_s * 1e9))
 
     def has_copy(self, run: str, step: int) -> bool:
-        """Whether a copy is there."""
+        """Return whether the partner has a copy of a step."""
         # Read twice: a reader may see half of what is being written.
         return all(_KEPT.unpack(self._memory[:])[:2] == (int(run, 16), step) for _ in range(2))
 
@@ -419,7 +419,7 @@ class Filling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSlots:
-    """Where the slots of a node are, two of each rank."""
+    """The slots of a node, two of each rank."""
 
     own: tuple[tuple[StateSlot, ...], ...]
     """By local rank."""

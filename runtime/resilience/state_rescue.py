@@ -42,7 +42,7 @@ Key = tuple[int, str, str, int]
 """Step, run, plan and number of ranks of a state."""
 PIECE_BYTES = 2**24
 COMMIT_S = 10.0
-"""How long is waited for another node that looks at the same checkpoint."""
+"""Seconds of waiting for another node that works on the same checkpoint."""
 _MASKS = {"bfloat16": (np.uint16, 0x7F80)}
 """Types that numpy has not, whose numbers are not finite where all these bits are set."""
 
@@ -263,7 +263,7 @@ def _write_part(
 
 
 def _is_written(records: Path, rank: int, temporary: Path) -> bool:
-    """Whether a rank's part is there as it was recorded.
+    """Return whether a rank's part is present as it was recorded.
 
     A disk that was full when another wrote the same part may have left files cut off.
     """

@@ -48,27 +48,27 @@ class StepDiffered(RankSuspected):
 
 @dataclass(frozen=True, slots=True)
 class StepValues:
-    """What a step gave."""
+    """The values of a step."""
 
     loss: float
     norm: float
     own: Tensor
-    """What it gave on this rank alone: Engine.own_values."""
+    """Values of the step on this rank alone: Engine.own_values."""
 
 
 def can_replay(plan: Plan) -> bool:
-    """Whether a step depends on nothing but the state before it."""
+    """Return whether a step depends on nothing but the state before it."""
     return not schedule_of(plan.schedule).stale
 
 
 class Replays:
-    """What a rank remembers of the steps since the newest copy of its state."""
+    """A rank's record of the steps since the newest copy of its state."""
 
     def __init__(self, plan: Plan, device: Device) -> None:
         mesh = plan.mesh
         self._tolerance = 0.0 if device == "cpu" else NEARLY
         self._names = mesh.pipeline == mesh.tensor == mesh.context == 1
-        """Whether a rank's own loss and gradient are of its own work alone."""
+        """True if a rank's own loss and gradient come from its own work alone."""
         self._steps: dict[int, StepValues] = {}
         self._norms: deque[float] = deque(maxlen=RECENT)
         self._quiet_until, self._quiet = 0, QUIET_STEPS
@@ -82,7 +82,7 @@ class Replays:
         self._steps = {number: values for number, values in self._steps.items() if number > step}
 
     def doubts(self, step: int) -> bool:
-        """Whether a step that was taken is to be done again; the same on all ranks."""
+        """Return whether a completed step is to be repeated; the same on all ranks."""
         loss, norm = self._steps[step].loss, self._steps[step].norm
         if not (math.isfinite(loss) and math.isfinite(norm)):
             return True

@@ -34,9 +34,9 @@ WINDOWS = 3
 APART = 5.0
 """Robust standard deviations."""
 SHARE = 0.05
-"""Of a step that a rank must be slower by."""
+"""Least slowdown of a straggler, as a share of a step."""
 MOST_RANKS = 8
-"""That are written down, of those that a launcher sees."""
+"""Largest number of slow ranks reported, of those that a launcher sees."""
 LEAST_SPREAD = SHARE / APART
 """Share of a step that ranks differ by at least: fewer than four say little of their spread."""
 NORMAL = 1.4826
@@ -47,11 +47,11 @@ WAITS = ("pipeline",)
 
 @dataclass(frozen=True, slots=True)
 class StepSeconds:
-    """What a step of a rank takes, by part."""
+    """Seconds of a rank's step, by part."""
 
     data: float
     work: float | None
-    """Of its own; None where waiting for others cannot be distinguished from it."""
+    """Seconds of its own work; None where waiting for others cannot be distinguished from it."""
     whole: float
 
     @property
@@ -90,7 +90,7 @@ class DriftWatch:
         """Windows in which nothing is said, now and after the next time: twice as many each time,
         so that a machine that others use says little."""
         self._since: Mapping[int, RankPace] = {}
-        """Where the steps that are compared with the prediction begin."""
+        """Pace of each rank at the start of the steps that are compared with the prediction."""
         self._stragglers = _Stragglers(plan, self._stage)
 
     def look(
@@ -210,7 +210,7 @@ class _Stragglers:
     def __init__(self, plan: Plan, stage: Mapping[int, int]) -> None:
         self._stage, self._plan = stage, plan
         self._alike = plan.mesh.expert == 1 and plan.shares is None
-        """Whether ranks of a stage have equal work; experts have what is routed to them."""
+        """True if ranks of a stage have equal work; experts have what is routed to them."""
         self._before: Mapping[int, RankPace] = {}
         self._first: dict[tuple[int, str], float] = {}
         self._suspect: dict[tuple[int, str], int] = {}
@@ -281,7 +281,7 @@ class _Stragglers:
 
 
 def _is_wait(cause: str) -> bool:
-    """Whether a rank waits for others in a predicted part of a step."""
+    """Return whether a rank waits for others in a predicted part of a step."""
     return is_link(cause) or cause in WAITS
 
 

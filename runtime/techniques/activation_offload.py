@@ -39,7 +39,7 @@ GROUP = 128
 """Neighbours in memory that share a scale."""
 _LARGEST = 127
 _HIDDEN = -128
-"""What stands for -inf."""
+"""Code for -inf."""
 Beside = Callable[[], Iterable[Tensor]]
 """Tensors beside a layer that it reads and that are no activations, as they are now."""
 
@@ -86,7 +86,7 @@ class _Call:
 
 
 class Packing:
-    """What becomes of the tensors that one layer saves."""
+    """The packing of the tensors that one layer saves."""
 
     def __init__(self, layer: nn.Module, beside: Beside = tuple) -> None:
         """Leave the layer's own tensors in place, and what `beside` returns in each forward."""
@@ -218,7 +218,7 @@ class Compressed:
 
 
 class HostTraffic:
-    """What one stage's layers have on the way to the host and back."""
+    """The transfers of one stage's layers to the host and back."""
 
     LAYERS_ON_THE_WAY = 2
 

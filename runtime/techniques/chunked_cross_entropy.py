@@ -108,7 +108,7 @@ def chunked_loss(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rule:
-    """How chunks are computed."""
+    """The settings with which chunks are computed."""
 
     rows: int
     makes: bool

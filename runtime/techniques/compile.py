@@ -35,15 +35,16 @@ from meshwright.runtime.techniques.split_backward import act_for, deferring
 BACKEND: str | Callable[..., Any] = "inductor"
 """torch's compiler behind the graphs; tests trace, differentiate and partition only."""
 MOST_GRAPHS = 64
-"""Of one forward's code: kinds of layers x recompute choices x training and evaluation."""
+"""Most graphs of one forward's code: kinds of layers x recompute choices x training and
+evaluation."""
 Options = dict[str, str | int | bool | Callable[..., Any]]
 IN_PIECES: Options = {"_micro_pipeline_tp": True}
-"""Of inductor: gathers and scatters next to products become operators that do both."""
+"""Options of inductor: gathers and scatters next to products become operators that do both."""
 LASTING: Options = {
     "allow_buffer_reuse": False,
     "inplace_buffers": False,
 }
-"""Of inductor, for graphs whose weight gradients wait: what they are made of outlasts the graph."""
+"""Options of inductor for graphs whose weight gradients wait: their inputs outlast the graph."""
 _LONGEST_REASON = 200
 
 
@@ -53,7 +54,7 @@ class Compiler:
     def __init__(self, device: torch.device, *, pieces: bool = False) -> None:
         """With `pieces` collectives beside products run piece by piece (tensor_parallel.py)."""
         self.seconds = 0.0
-        """Of forwards that made a graph, with what they computed; backwards are left out."""
+        """Seconds of forwards that made a graph, computation included; backwards are left out."""
         self.fallbacks: dict[str, str] = {}
         """Why a layer runs eager, by its name."""
         self._lack = compiler_lack(device) if BACKEND == "inductor" else None

@@ -64,8 +64,8 @@ MULTIPLE = 16
 BLOCK = 32
 """Neighbours that share a scale in MX formats."""
 LEAST_CAPABILITY = {"fp8": (8, 9), "mxfp8": (10, 0)}
-"""Of CUDA devices whose matrix units multiply 8-bit floats (Ada and Hopper on), and blocks with
-scales of their own (Blackwell)."""
+"""Least compute capability of CUDA devices whose matrix units multiply 8-bit floats (Ada and Hopper
+on), and blocks with scales of their own (Blackwell)."""
 _LEAST = 1e-30
 _LARGEST_EXPONENT = 8  # of e4m3, whose largest value is 1.75 x 2^8
 _LEAST_EXPONENT, _MOST_EXPONENT = -127, 127  # of e8m0

@@ -49,10 +49,10 @@ NF4_LEVELS = (
     0.7229568362236023,
     1.0,
 )
-"""Of Dettmers et al. (2023), appendix E."""
+"""NF4 levels of Dettmers et al. (2023), appendix E."""
 FP4_LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP4_EXPONENT = 2
-"""Of the largest level's power of two."""
+"""Exponent of the largest level's power of two."""
 EXPONENT_BIAS = 127
 BLOCKS: Mapping[FrozenWeights, int] = {"nf4": 64, "mxfp4": 32, "int8": 128, "fp8": 128}
 LARGEST_CODE = {"int8": 127.0, "fp8": 448.0}
@@ -155,7 +155,7 @@ def _looked_up(codes: Tensor, pairs: Tensor) -> Tensor:
 
 
 class _Packs:
-    """What packed modules share: where the parts of a weight lie."""
+    """Base of packed modules: the places of the parts of a weight."""
 
     weights: FrozenWeights
     computed_in: torch.dtype
@@ -269,7 +269,7 @@ def _restored_again(
 
 
 def _is_transposed(module: object) -> bool:
-    """Whether an experts module has its inputs in the last dim but one (gpt-oss)."""
+    """Return whether an experts module has its inputs in the last dim but one (gpt-oss)."""
     return bool(getattr(module, "is_transposed", False))
 
 

@@ -95,9 +95,9 @@ class DeferredLinear(nn.Linear):
     place: int
     """Among the Linears of its layer."""
     scale: Tensor | None
-    """Of a weight that comes in 8 bits (runtime/techniques/float8.py)."""
+    """Scale of a weight that comes in 8 bits (runtime/techniques/float8.py)."""
     stand_in: Tensor | None
-    """Of that weight in autograd: as large, without memory, and of the type of its gradient."""
+    """The weight's stand-in in autograd: as large, without memory, of the type of its gradient."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x W^T + b."""

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map_only
 from meshwright.runtime.core.torch_internals import DTensorSpec, TensorMeta
 
 Gradients = Literal["once", "added", "collected"]
-"""How gradients get to fp32: `once`, autograd brings each there as it comes; `added`, it adds those
+"""Path of gradients to fp32: `once`, autograd brings each there as it comes; `added`, it adds those
 of several passes to zeros in fp32; `collected`, hooks of runtime.parallel.replicas do it."""
 
 
@@ -72,7 +72,7 @@ class WorkingCopies:
         self._copies = tuple(copies.values())
         self._by_master = copies
         self._zeros: list[tuple[_WorkingCopy, Tensor, int]] = []
-        """Where gradients are added, as they began."""
+        """Gradient buffers in which gradients are added, with their initial versions."""
 
     def of(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return what passes compute with in place of a parameter: where its gradient arises."""

@@ -86,7 +86,7 @@ def _backward_peak(outputs: Sequence[Tensor], owned: Sequence[Tensor]) -> int:
 
 
 class _Allocations(TorchDispatchMode):
-    """What operators allocated and freed while this mode was on, in order."""
+    """Allocations and frees by operators while this mode was on, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ def identities(module: nn.Module, recording: Recording) -> list[Hashable]:
 
 
 class _LayerIdentity:
-    """What is equal of one layer and of others; tensors and units by their order in it."""
+    """The features that identify a layer among others; tensors and units by their order in it."""
 
     def __init__(self, module: nn.Module, recording: Recording) -> None:
         self._module, self._recording = module, recording

@@ -47,7 +47,7 @@ class _ForwardUnderWay:
 
     micro: MicroBatch
     calls: Counter[str] = field(default_factory=Counter)
-    """How often each unit was called, and each function between units."""
+    """Number of calls of each unit, and of each function between units."""
 
 
 class ModuleStage(RecordedStage):

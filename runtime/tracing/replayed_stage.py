@@ -47,19 +47,19 @@ from meshwright.runtime.tracing.training_modes import TrainingModes
 from meshwright.runtime.tracing.unused_parameters import BackwardOrder
 
 Around = Callable[[Any, Node | None], contextlib.AbstractContextManager[None]]
-"""What a call of a node is made in, by its batch; None stands for what the recording has not."""
+"""Returns the context of a node's call, by its batch; None stands for calls not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What every stage has of a micro-batch."""
+    """The inputs of a micro-batch that every stage has."""
 
     batch: Any
     """The pytree, cut to this micro-batch."""
     seed: int | None = None
-    """Of what is drawn (see `step_seed`); None draws from torch's own generator."""
+    """Seed of torch's draws (see `step_seed`); None draws from torch's own generator."""
     coin_seed: int | None = None
-    """Of Python's and numpy's numbers between units, alike on all ranks; None leaves them."""
+    """Seed of Python's and numpy's numbers between units, alike on all ranks; None leaves them."""
     local: bool = False
     """It is a rank's own, of any structure: its loss says how much counts."""
 
@@ -148,16 +148,16 @@ class RecordedStage(nn.Module):
         self._range = (first, last)
         self._programs = Recent[_StageProgram](MOST_RECORDINGS)
         self.recompute: dict[str, Recompute] = {}
-        """How each layer is recomputed; those that are not named keep what they made."""
+        """Recompute setting of each layer; layers that are not named keep their activations."""
         self._packings: dict[str, Packing] = {}
-        """What each layer's stored tensors go through; those that are not named stay."""
+        """Packing that each layer's stored tensors go through; those that are not named stay."""
         self.micro_batches: Sequence[MicroBatch] = ()
-        """Those of the step that a pipeline runs."""
+        """The micro-batches of the step that a pipeline runs."""
         self._number = 0
         self.loss: Callable[[Any, MicroBatch], Tensor] | None = None
-        """What the last stage makes of the module's outputs, if not the outputs themselves."""
+        """Function that the last stage applies to the module's outputs, if any."""
         self.around: Around | None = None
-        """What each call of a node is made in, by the batch of its micro-batch."""
+        """Context of each call of a node, by the batch of its micro-batch."""
         self.checks_shapes = False
         """Each call must make what it made when it was recorded; not where ranks have parts."""
         self.agrees = False
@@ -424,7 +424,7 @@ class RecordedStage(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where this stage computes."""
+        """Device on which this stage computes."""
         for tensor in itertools.chain(self.parameters(), self.buffers()):
             return tensor.device
         return torch.device("cpu")

@@ -64,7 +64,7 @@ class Node:
     made: tuple[tuple[int, int], ...]
     """(place in the flattened result, value) of each tensor."""
     grad: bool
-    """Whether autograd was on."""
+    """True if autograd was on."""
     draws: bool
     """Random numbers were drawn, torch's or others."""
     changed: frozenset[int]
@@ -90,7 +90,7 @@ REFERENCES = (Leaf, ModuleTensor, Value, StageDevice)
 
 @dataclass(frozen=True, slots=True)
 class RecordedLayer:
-    """What the planner places: a unit with parameters, and the functions around it."""
+    """The unit of placement of the planner: a unit with parameters, and the functions around it."""
 
     name: str
     """The unit's path; from its second call on with `@2`."""
@@ -211,7 +211,7 @@ class Recording:
 
     @property
     def digest(self) -> str:
-        """What the forward does with which shapes; not the text of its source."""
+        """Digest of the forward's operations and shapes; not of the text of its source."""
         hashed = hashlib.sha256()
         for name, tensor in self.tensors.items():
             hashed.update(f"{name} {tensor}\n".encode())

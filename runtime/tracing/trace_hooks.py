@@ -77,7 +77,7 @@ WHOLE = "model"
 
 
 class Notes:
-    """What a forward does, while it runs."""
+    """The operations of a forward, noted while it runs."""
 
     def __init__(
         self, module: nn.Module, opened: frozenset[str], batch: Any, *, replays: bool = True
@@ -97,7 +97,7 @@ class Notes:
         self._storages: list[int] = []
         self._references: dict[int, Leaf | ModuleTensor | Value] = {}
         self._sizes_by_values: dict[int, frozenset[int]] = {}
-        """Of tensors by id, the sizes that depend on values (of `x[mask]`, `unique`)."""
+        """Sizes that depend on values, of tensors by id (of `x[mask]`, `unique`)."""
         self.sized_by_values = False
         """An operator ran now whose result's size depends on values."""
         self._kept: list[Any] = []  # ids of tensors come again
@@ -439,7 +439,7 @@ class Notes:
             spoilt = values
 
     def _follows(self, node: Node) -> bool:
-        """Whether a node neither draws, nor reads what trains, nor changes buffers."""
+        """Return whether a node neither draws, nor reads what trains, nor changes buffers."""
         if node.draws or node.changes_held:
             return False
         if any(self._values[value].requires_grad for _, value in node.made):
@@ -560,7 +560,7 @@ def _key_of_argument(argument: Any) -> Hashable:
 
 
 def _draws(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operator that may draw does so: a dropout of 0 does not."""
+    """Return whether an operator that may draw does so: a dropout of 0 does not."""
     for at, argument in enumerate(operator._schema.arguments):
         if argument.name in ("dropout_p", "p", "dropout"):
             given = (
@@ -571,7 +571,7 @@ def _draws(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> boo
 
 
 def _sizes_by_values(operator: Any, args: Sequence[Any]) -> bool:
-    """Whether the size of an operator's result depends on values of its arguments."""
+    """Return whether the size of an operator's result depends on values of its arguments."""
     if operator is torch.ops.aten.index.Tensor:
         masks = (at for at in args[1] if at is not None)
         return any(at.dtype in (torch.bool, torch.uint8) for at in masks)

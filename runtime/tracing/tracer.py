@@ -54,7 +54,7 @@ MANY_RENEWALS = 8
 MOST_RECORDINGS = 64
 """Shapes of batches whose recordings are cached; of others the oldest are made again."""
 Inputs = Callable[[Any], Any]
-"""What the module gets of a batch: a tuple, a dict of keywords, or one thing."""
+"""Inputs of the module from a batch: a tuple, a dict of keywords, or one object."""
 
 
 class Recorder:
@@ -94,7 +94,7 @@ class Recorder:
         self._real: nn.Module | None = None
         self._made = Recent[Recording](MOST_RECORDINGS)
         self.renewals = 0
-        """How often what the forward reads beside tensors had other values than before."""
+        """Number of times that values read by the forward beside tensors had changed."""
         self.draws_coins = False
         """Python's or numpy's random numbers were drawn, in units or between them."""
         self._followed: nn.Module | None = None
@@ -236,7 +236,7 @@ class Recorder:
 
     @property
     def is_fake(self) -> bool:
-        """Whether the module can be run without data."""
+        """True if the module can be run without data."""
         return self._real is None
 
     def training_of(self, name: str, *, training: bool = True) -> bool:
@@ -367,7 +367,7 @@ def units_of(module: nn.Module, path: str = "") -> Iterator[str]:
 
 
 def _is_list(module: nn.Module) -> bool:
-    """Whether what stands in a module is one unit each."""
+    """Return whether each child of a module is a unit of its own."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         return True
     if not isinstance(module, nn.Sequential):
@@ -427,7 +427,7 @@ def own_tensors(batch: Any) -> Any:
 LOOPING = ("hidden_states", "top_k_index", "top_k_weights")
 
 
-"""What transformers' experts are called with: tokens, and the experts of each with weights."""
+"""Arguments of transformers' experts: tokens, and the experts of each with weights."""
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from meshwright.runtime.core.torch_internals import (
 
 
 class Participation:
-    """Which parameters of FSDP's units took part in the backwards of a step."""
+    """The parameters of FSDP's units that took part in the backwards of a step."""
 
     def __init__(self) -> None:
         self._watched: set[int] = set()

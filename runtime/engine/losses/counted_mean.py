@@ -22,10 +22,10 @@ from meshwright.runtime.engine.module_graph import Loss
 
 @dataclass(frozen=True, slots=True)
 class BatchCount:
-    """How much of a batch a mean is over, by one of its tensors."""
+    """The count that a mean over a batch divides by, read from one of the batch's tensors."""
 
     at: int
-    """Which leaf of the batch."""
+    """Index of that tensor among the leaves of the batch."""
     ignored: int | None
     """The number of elements that do not count; None: elements are weights, and add up."""
     shifted: bool = False

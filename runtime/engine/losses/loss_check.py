@@ -48,15 +48,15 @@ from meshwright.runtime.tracing.trace import Leaf, ModuleTensor, Recording, Valu
 from meshwright.runtime.tracing.tracer import Recorder, arguments, has_data, own_tensors
 
 MOST_SAMPLES = 32
-"""Of a part that is tried, unless a micro-batch has no smaller divisor."""
+"""Largest number of samples in a tried part, unless a micro-batch has no smaller divisor."""
 MOST_ELEMENTS = 1 << 25
-"""Of outputs that are tried at once; parts are smaller where samples are large."""
+"""Largest number of output elements tried at once; parts are smaller where samples are large."""
 CLOSE = 1e-5
-"""How far sums in another order may lie apart in fp32, over the sum of their sizes."""
+"""Largest fp32 difference of sums in another order, relative to the sum of absolute terms."""
 MOST_TRIAL_FLOPS = 10**10
-"""Of a forward that is tried, as far as parameters and elements of the batch tell."""
+"""Largest cost in FLOPs of a tried forward, as parameters and elements of the batch tell."""
 CLOSE_OUTPUTS = 1e-3
-"""How far outputs of samples in other company may lie apart, over the largest."""
+"""Largest difference of a sample's outputs among other samples, relative to the largest output."""
 SHRINK = 0.3
 """By how much outputs are made smaller so that no two samples are alike."""
 
@@ -127,7 +127,7 @@ class _UnequalParts:
     """A loss that divides by what counts in a part of a batch."""
 
     leaf: str
-    """Of the batch, which says what counts."""
+    """Leaf of the batch that determines what counts."""
     ignored: str
     difference: str
 
@@ -145,7 +145,7 @@ class _UnequalParts:
 
 @dataclass(frozen=True, slots=True)
 class _LossSums:
-    """What a loss says, as numbers that add up over parts."""
+    """The values of a loss, as numbers that add up over parts."""
 
     values: dict[str, float]
 
@@ -390,7 +390,7 @@ class _LossTrial:
         return size, min(samples, most) // size
 
     def _is_real(self) -> bool:
-        """Whether module and batch have values, and the module is small enough to run here."""
+        """Return whether module and batch have values, and the module is small enough to run."""
         count = sum(parameter.numel() for parameter in self._module.parameters())
         given = (*tree_leaves(self._batch), *self._module.parameters())
         return count <= MOST_CHECKED and has_data(given)
@@ -469,11 +469,11 @@ class _LossTrial:
 
 
 _Outputs = Callable[[Any, range], Any]
-"""What the module makes of a batch, which is these of all samples."""
+"""Outputs of the module for a batch, whose samples are those with these indices."""
 
 
 class _LossError(Exception):
-    """What a loss raised on outputs that it may not be made for."""
+    """An error raised by a loss on outputs that it may not be made for."""
 
 
 class _NotedNumbers(TorchFunctionMode):

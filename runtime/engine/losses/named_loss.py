@@ -60,13 +60,13 @@ def _logits_in(outputs: Any) -> Tensor:
 
 
 class ChunkedHead:
-    """What stands for the forward of a Linear that returns the loss of what it would make."""
+    """Replaces the forward of a Linear: returns the loss of the logits it would compute."""
 
     def __init__(self, head: nn.Linear, how: ChunkedLoss, loss: token_loss) -> None:
         self._head, self._how, self._loss = head, how, loss
         self._plain = head.forward
         self.active = True
-        """Whether the loss is wanted, not the logits."""
+        """True if the loss is wanted instead of the logits."""
         head.forward = self  # type: ignore[assignment, method-assign]
 
     def __call__(self, x: Tensor) -> Tensor:
