@@ -85,7 +85,7 @@ class LayerOption(Part):
 
 
 class LayerKind(Part):
-    """What layers of one kind have in common."""
+    """Common figures of layers of one kind."""
 
     options: tuple[LayerOption, ...]
     """Ways to run a layer of this kind."""

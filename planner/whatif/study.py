@@ -124,7 +124,7 @@ class Work(Part):
 
 
 class Goal(Part):
-    """What is to be reached, and within what."""
+    """Aim of a study: tokens or hours to reach, and the limits of days and money."""
 
     tokens: Rate | None = None
     """Tokens to train on."""
@@ -268,7 +268,7 @@ def _check_price(
 
 
 class Loan(Part):
-    """What is borrowed for a purchase, and paid back in equal parts each month."""
+    """Loan for a purchase, paid back in equal parts each month."""
 
     interest: Interest
     """Interest of the loan a year; what a dollar costs later is `assumptions.interest`."""
@@ -349,7 +349,7 @@ class Buying(Part):
 
 
 class Exchange(Part):
-    """What a unit of another currency was worth on a date."""
+    """Worth of a unit of another currency on a date."""
 
     usd: Rate
     """Dollars that one unit of the currency is worth."""
@@ -381,7 +381,7 @@ go without one."""
 
 
 class Failures(Part):
-    """What takes time from training; `pricing/goodput.py` has the arithmetic."""
+    """Failures that take time from training; `pricing/goodput.py` has the arithmetic."""
 
     per_device_hour: Quantity = _sourced_quantity(
         Quantity,
@@ -429,7 +429,7 @@ class Failures(Part):
 
 
 class Owning(Part):
-    """What bought devices cost beside their price.  Shares are of the price of the hardware."""
+    """Costs of bought devices beside their price.  Shares are of the price of the hardware."""
 
     retained_a_year: FractionQuantity = _sourced_quantity(
         FractionQuantity, 0.67, 0.46, 0.79, "RESALE; range assumed: a tenth to half after three"
