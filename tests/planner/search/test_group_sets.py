@@ -94,7 +94,7 @@ def check(cluster: str, batch: int, effort: Effort) -> None:
 
 
 MOST_MISSED = 0.06
-"""Relative seconds by which a part of several groups may be faster: 4.5 % at most in 12 clusters."""
+"""Relative seconds by which a part of several groups may be faster: 4.5 % in 12 clusters."""
 
 
 def is_some_of_several(called: str) -> bool:
