@@ -7,10 +7,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, overload
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+
+@overload
+def to_local(parameter: Tensor) -> Tensor: ...
+
+
+@overload
+def to_local(parameter: Tensor | None) -> Tensor | None: ...
 
 
 def to_local(parameter: Tensor | None) -> Tensor | None:

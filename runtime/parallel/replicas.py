@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshwright.runtime.core.local_parts import to_local
 from meshwright.runtime.core.torch_internals import DTensorSpec, TensorMeta
 
 BUCKET_BYTES = 25 * 2**20
@@ -67,11 +68,13 @@ class _Bucket:
 
     @property
     def size_bytes(self) -> int:
-        return sum(_local(parameter).numel() for parameter in self.parameters) * self.dtype.itemsize
+        return (
+            sum(to_local(parameter).numel() for parameter in self.parameters) * self.dtype.itemsize
+        )
 
     def begin(self) -> Tensor:
         """Make room for the gradients of a step, and for the flags, which say that all are made."""
-        locals_ = [_local(parameter) for parameter in self.parameters]
+        locals_ = [to_local(parameter) for parameter in self.parameters]
         sizes = [local.numel() for local in locals_]
         self.flat = locals_[0].new_empty(
             sum(sizes) + len(sizes), dtype=self.dtype, requires_grad=False
@@ -90,7 +93,7 @@ class _Bucket:
         if self.flat is None:
             self.begin()
         view = self.views[index]
-        view.copy_(_local(grad))
+        view.copy_(to_local(grad))
         self.given[index] = parameter.grad = _like(grad, view)
 
     def send(self, op: dist.ReduceOp.RedOpType, wire: torch.dtype | None) -> None:
@@ -159,7 +162,7 @@ class Replicas:
                     parameter.grad for parameter in bucket.parameters if parameter.grad is not None
                 ]
                 for grad in left:
-                    _local(grad).div_(bucket.group.size())
+                    to_local(grad).div_(bucket.group.size())
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -224,7 +227,7 @@ def _buckets(
     open_: dict[tuple[dist.ProcessGroup, torch.dtype], _Bucket] = {}
     # A parameter that is used twice is complete when backward comes to its first use.
     ordered = list(reversed(dict.fromkeys(parameters)))
-    whole_bytes = sum(_local(parameter).nbytes for parameter, _ in ordered)
+    whole_bytes = sum(to_local(parameter).nbytes for parameter, _ in ordered)
     enough_bytes = min(BUCKET_BYTES, whole_bytes / FEWEST_BUCKETS)
     for parameter, group in ordered:
         kind = group, dtype or parameter.dtype
@@ -244,10 +247,6 @@ def _laid_out(flat: Tensor, like: Tensor) -> Tensor:
         return flat.view(like.shape)
     strides = torch.empty_like(like, device="meta").stride()  # dense, in the same order
     return flat.as_strided(like.shape, strides, flat.storage_offset())
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _like(tensor: Tensor, local: Tensor) -> Tensor:

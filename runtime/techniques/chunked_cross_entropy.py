@@ -30,12 +30,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from meshwright.planner.documents.profile import ChunkedLoss, LossGradients
 from meshwright.planner.errors import LaunchError
 from meshwright.runtime.core.collectives import gather
 from meshwright.runtime.core.head import Head
+from meshwright.runtime.core.local_parts import to_local
 from meshwright.runtime.core.loss import IGNORED
 from meshwright.runtime.core.torch_internals import unseen_by_recompute
 from meshwright.runtime.techniques import lora
@@ -63,7 +63,7 @@ def in_chunks(head: nn.Module, how: ChunkedLoss, group: dist.ProcessGroup | None
         hidden = head.norm(x)
         if group is not None:
             hidden = gather(hidden, group)
-        weight, bias = (_local(output._parameters.get(name)) for name in ("weight", "bias"))
+        weight, bias = (to_local(output._parameters.get(name)) for name in ("weight", "bias"))
         assert weight is not None
         return chunked_loss(
             hidden.flatten(0, 1),
@@ -78,10 +78,6 @@ def in_chunks(head: nn.Module, how: ChunkedLoss, group: dist.ProcessGroup | None
         )
 
     head.forward = forward  # type: ignore[method-assign, assignment]
-
-
-def _local(parameter: Tensor | None) -> Tensor | None:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def chunked_loss(

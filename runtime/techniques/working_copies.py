@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
+from meshwright.runtime.core.local_parts import to_local
 from meshwright.runtime.core.torch_internals import DTensorSpec, TensorMeta
 
 Gradients = Literal["once", "added", "collected"]
@@ -101,7 +102,7 @@ class WorkingCopies:
             copy.working.grad = grad
         narrow = [copy.narrow for copy in self._copies]
         if narrow:
-            torch._foreach_copy_(narrow, [_local(copy.master.detach()) for copy in self._copies])
+            torch._foreach_copy_(narrow, [to_local(copy.master.detach()) for copy in self._copies])
         for module, name, copy in self._places:
             _put(module, name, copy.working)
         self._versions = [_version(copy.working) for copy in self._copies]
@@ -151,7 +152,7 @@ def cast_inputs(unit: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _copy_of(parameter: nn.Parameter, dtype: torch.dtype, gradients: Gradients) -> _WorkingCopy:
-    narrow = torch.empty_like(_local(parameter.detach()), dtype=dtype)
+    narrow = torch.empty_like(to_local(parameter.detach()), dtype=dtype)
     working: Tensor = narrow
     if isinstance(parameter, DTensor):
         spec = parameter._spec
@@ -162,13 +163,9 @@ def _copy_of(parameter: nn.Parameter, dtype: torch.dtype, gradients: Gradients) 
     # None lets fp32 be added to, which takes a gradient as it comes.
     result.grad_dtype = parameter.dtype if gradients == "once" else None
     size_bytes = narrow.untyped_storage().nbytes()
-    narrow = _local(result.detach())
+    narrow = to_local(result.detach())
     narrow.untyped_storage().resize_(0)
     return _WorkingCopy(parameter, result, narrow, size_bytes)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _version(tensor: Tensor) -> int:
