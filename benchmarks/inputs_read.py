@@ -73,8 +73,7 @@ def inputs() -> list[Input]:
     """Return all inputs, file by file."""
     found = []
     for file in sorted(FOLDER.glob("*.yaml")):
-        entries = yaml.safe_load(file.read_text())
-        for entry in entries if isinstance(entries, list) else ():  # others are of other programs
+        for entry in yaml.safe_load(file.read_text()):
             values = {key: value for key, value in entry.items() if key != "from"}
             for key in ("named", "values"):
                 values[key] = tuple(values.get(key, ()))

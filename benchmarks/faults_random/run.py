@@ -40,7 +40,6 @@ PATIENCE_S = 300.0
 GONE_S = 20.0
 """Within which processes are gone when their launchers are."""
 MOST_STARTS = 14
-KILLED = {-signal.SIGKILL}
 ERRORS = (
     *("EIO", "ESTALE", "illegal access", "launch failure", "cuBLAS", "NCCL"),
     *("program", "KeyError", "host memory"),

@@ -74,11 +74,11 @@ class MemoryGrowth:
         who: dict[int, int | None] = {process: rank for rank, process in processes.items()}
         who[os.getpid()] = None
         self._seen = {process: seen for process, seen in self._seen.items() if process in who}
-        growing = []
+        growing, available = [], available_bytes()
         for process, rank in who.items():
             seen = self._seen.setdefault(process, deque(maxlen=max(SPANS) + 1))
             seen.append((now_s, now_bytes(process)))
-            rate = growth_bytes_per_s(list(seen), left_s=left_s, available=available_bytes())
+            rate = growth_bytes_per_s(list(seen), left_s=left_s, available=available)
             if rate is not None and process not in self._named:
                 self._named.add(process)
                 growing.append(
@@ -86,7 +86,7 @@ class MemoryGrowth:
                         rank=rank,
                         now_bytes=seen[-1][1],
                         bytes_per_s=rate,
-                        left_bytes=available_bytes(),
+                        left_bytes=available,
                     )
                 )
         return growing

@@ -94,19 +94,6 @@ FAMILIES = {
 }
 
 
-_BIASES_BY_ONE_NAME = (
-    "gemma",
-    "gemma2",
-    "gemma3_text",
-    "glm4_moe",
-    "olmo2",
-    "olmo3",
-    "qwen3",
-    "qwen3_moe",
-)
-"""Families with `attention_bias` and no name for biases of the MLP."""
-
-
 def has_config(folder: Path) -> bool:
     """Tell whether this is a config.json or a folder that has one."""
     return (folder.suffix == ".json" and folder.is_file()) or (folder / "config.json").is_file()

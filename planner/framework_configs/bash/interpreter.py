@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import PurePosixPath
@@ -1431,8 +1431,3 @@ _BUILTINS: dict[str, _Builtin] = {
     ":": _true,
     "getopts": _getopts,
 }
-
-
-def names_in(texts: Iterator[str]) -> list[str]:
-    """Return the variables that conditions name, in their order."""
-    return list(dict.fromkeys(name for text in texts for name in re.findall(r"\$\{(\w+)\}", text)))
