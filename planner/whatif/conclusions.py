@@ -9,6 +9,7 @@ import datetime
 import math
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -102,39 +103,58 @@ def _two_markets(result: Result) -> Iterator[str]:
             f"was asked: {why}."
         )
         return
-    cheaper: dict[tuple[str, float], list[tuple[str, float]]] = {}
-    for best in filter(None, map(result.best_of, result.ranks)):
-        for name, usd_hour, usd in _cheaper_elsewhere(result, best):
-            cheaper.setdefault((name, usd_hour), []).append((best.model, usd))
-    for (name, usd_hour), costs in cheaper.items():
-        usd_texts = [f"{usd:,.0f} USD in all" for _, usd in costs]
-        if len(result.ranks) > 1:
-            usd_texts = [f"{usd:,.0f} USD in all for {model}" for model, usd in costs]
+    cheaper: dict[_Elsewhere, list[str]] = {}
+    for model in result.ranks:
+        of_model = f" for {model}" if len(result.ranks) > 1 else ""
+        for elsewhere, usd in _cheaper_elsewhere(result, model):
+            text = "" if usd is None else f", {usd:,.0f} USD in all{of_model}"
+            cheaper.setdefault(elsewhere, []).append(text)
+    for elsewhere, texts in cheaper.items():
         yield (
             f"Who is asked decides: candidates are priced at {next(iter(names), '')}s, which rent "
-            f"them all; elsewhere {name} costs {usd_hour:.2f} USD per device-hour, "
-            f"{names_text(usd_texts)}, less than the first here."
+            f"them all; elsewhere {elsewhere.name} costs {elsewhere.usd_per_device_hour:.2f} USD "
+            f"per device-hour{''.join(texts)}, {elsewhere.against}: ask there before you sign."
         )
 
 
-def _cheaper_elsewhere(
-    result: Result, best: CandidateOutcome
-) -> Iterator[tuple[str, float, float]]:
-    """Yield what would cost less than the first at the other market's price: name, hour, all."""
-    if result.study.goal.by != "cost" or best.usd is None:
+@dataclass(frozen=True, slots=True)
+class _Elsewhere:
+    """A candidate at the other market's price, which would change what to do."""
+
+    name: str
+    usd_per_device_hour: float
+    against: str
+    """What it is beside the first at the study's prices."""
+
+
+def _cheaper_elsewhere(result: Result, model: str) -> Iterator[tuple[_Elsewhere, float | None]]:
+    """Yield what would come first at the other market's price, with its dollars in all."""
+    goal, best = result.study.goal, result.best_of(model)
+    by = ordered_by(result.study, [rank.outcome for rank in result.ranks[model]])
+    if by not in ("cost", "weighted"):
         return
-    costs: dict[str, tuple[float, float]] = {}
-    for rank in result.ranks[best.model]:
+    figures: dict[str, tuple[float, float | None, float]] = {}
+    for rank in result.ranks[model]:
         o, usd_hour = rank.outcome, result.candidates[rank.outcome.candidate].priced.elsewhere_usd
         price = o.usd_per_device_hour
-        if usd_hour is None or o.usd is None or price is None or o.misses or o.hypothetical:
+        missed = [text for text in o.misses if not text.startswith("budget")]
+        if usd_hour is None or price is None or missed or o.hypothetical:
             continue
-        rent = o.usd.value - o.data_usd.value
-        costs[o.candidate] = o.data_usd.value + rent * usd_hour / price.value, usd_hour
-    name = min(costs, key=lambda each: costs[each][0], default=None)
-    if name is not None and costs[name][0] < best.usd.value and name != best.candidate:
-        usd, usd_hour = costs[name]
-        yield name, usd_hour, usd
+        if o.usd is None:
+            figures[o.candidate] = figure(o, by) * usd_hour / price.value, None, usd_hour
+            continue
+        usd = o.data_usd.value + (o.usd.value - o.data_usd.value) * usd_hour / price.value
+        if usd <= (goal.budget_usd or math.inf):
+            figures[o.candidate] = figure(o, by) + usd - o.usd.value, usd, usd_hour
+    name = min(figures, key=lambda each: figures[each][0], default=None)
+    if name is None or (best is not None and figures[name][0] >= figure(best, by)):
+        return
+    against = "less than the first here"
+    if best is None:
+        against = "within the budget, which none keeps here"
+    elif name == best.candidate:
+        against = "and is the first there too"
+    yield _Elsewhere(name, figures[name][2], against), figures[name][1]
 
 
 def _turns_with_prices(result: Result) -> Iterator[str]:

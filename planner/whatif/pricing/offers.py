@@ -196,8 +196,9 @@ def quotes_of(
 ) -> tuple[list[Quote], list[LeftOut]]:
     """Return what offers that can make a group cost, and which others cannot and why."""
     quotes, left = [], []
-    for offer in offers:
-        price = price_of(offer, commitment)
+    listed = list(offers)
+    for offer in listed:
+        price = price_of(offer, commitment, listed)
         if price is None:
             continue
         host = 0.0 if offer.whole_node else (offer.host_usd_per_device_hour or 0.0)
@@ -223,20 +224,35 @@ def _least_idle(quotes: Sequence[Quote]) -> list[Quote]:
     return [quote for quote in quotes if quote.paid_over_used == least[quote.offer.market]]
 
 
-def price_of(offer: Rent, commitment: Commitment) -> float | None:
+def price_of(offer: Rent, commitment: Commitment, listed: Sequence[Rent] = ()) -> float | None:
     """Return an offer's price on some terms.
 
     Of spot prices the lowest seen is known, which is none that can be had for weeks: the geometric
-    mean of it and the on-demand price is taken.
+    mean of it and the on-demand price is taken, which may be that of another offer `listed` of the
+    provider, of as many devices.
     """
     match commitment:
         case "on_demand":
             return offer.on_demand_usd_per_device_hour
         case "spot":
-            lowest, most = offer.spot_usd_per_device_hour, offer.on_demand_usd_per_device_hour
+            lowest, most = offer.spot_usd_per_device_hour, _on_demand_usd(offer, listed)
             return lowest if lowest is None or most is None else math.sqrt(lowest * most)
         case "reserved":
             return offer.reserved_usd_per_device_hour
+
+
+def _on_demand_usd(offer: Rent, listed: Sequence[Rent]) -> float | None:
+    """Return an offer's on-demand price, or the least that its provider asks for the same."""
+    if offer.on_demand_usd_per_device_hour is not None:
+        return offer.on_demand_usd_per_device_hour
+    prices = [
+        other.on_demand_usd_per_device_hour
+        for other in listed
+        if (other.provider, other.accelerator, other.devices)
+        == (offer.provider, offer.accelerator, offer.devices)
+        and other.on_demand_usd_per_device_hour is not None
+    ]
+    return min(prices, default=None)
 
 
 def unfit(offer: Rent, group: DeviceGroup, *, several: bool) -> str | None:
@@ -275,20 +291,16 @@ def _words(quotes: Sequence[Quote], kind: str, name: str, rental: Rental) -> str
         f" from {'a ' * (len(quotes) == 1)}{quotes[0].offer.market}{'s' * (len(quotes) > 1)}"
     )
     text += f" at {rental.provider}" if rental.provider else of_market
-    text += _unconfirmed_words([quote.offer.confidence for quote in quotes])
+    text += _unconfirmed_words([quote.offer for quote in quotes])
     return text + f", {dates[0]}" + (f" to {dates[-1]}" if dates[1:] else "")
 
 
-def _unconfirmed_words(confidences: Sequence[str]) -> str:
-    """Say how many quotes are told by others than who asks them.
-
-    >>> _unconfirmed_words(["low"]), _unconfirmed_words(["low", "high"])
-    (' (unconfirmed)', ' (1 of them unconfirmed)')
-    """
-    count = confidences.count("low")
-    if count == 0:
+def _unconfirmed_words(offers: Sequence[Rent]) -> str:
+    """Name providers whose prices others report, and who confirms them."""
+    names = sorted({offer.provider for offer in offers if offer.confidence == "low"})
+    if not names:
         return ""
-    return f" ({count} of them unconfirmed)" if count < len(confidences) else " (unconfirmed)"
+    return f" (reported by others than {' and '.join(names)}: a quote of theirs confirms it)"
 
 
 def _other_market_text(quotes: Sequence[Quote]) -> str:
@@ -313,7 +325,7 @@ def _left_out(left: Sequence[LeftOut], price: float) -> str:
 
 
 def _left_words(left: LeftOut) -> str:
-    unsure = _unconfirmed_words([left.offer.confidence])
+    unsure = " as others report" if left.offer.confidence == "low" else ""
     return f"{left.offer.provider} at {left.usd_per_device_hour:.2f}{unsure}, {left.reason}"
 
 

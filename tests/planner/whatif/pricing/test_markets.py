@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import statistics
 from dataclasses import replace
 from typing import Any
 
@@ -92,6 +94,56 @@ def test_what_would_be_cheaper_elsewhere_is_the_first_sentence() -> None:
     assert caveat_texts(answer)[0] == first  # a page has it above its decision
     assert first.startswith("Who is asked decides: candidates are priced at hyperscalers")
     assert f"elsewhere {B} costs 3.00 USD per device-hour, 5,100 USD in all" in first
+
+
+def median(rents: list[Rent], accelerator: str, providers: tuple[str, ...]) -> float | None:
+    asked = [
+        r.on_demand_usd_per_device_hour
+        for r in rents
+        if r.accelerator == accelerator and r.provider in providers
+    ]
+    return statistics.median(filter(None, asked)) if asked else None
+
+
+@pytest.mark.parametrize("budget", [None, 4000.0])
+def test_nothing_is_cheaper_than_the_first_without_saying_so_first(budget: float | None) -> None:
+    """Costs by hand in both markets, of random rents: none is below the first's unsaid."""
+    rng, markets, seen = random.Random(5), (("aws", "oci"), ("lambda", "nebius")), 0
+    hours = {A: 100.0, B: 230.0, "8xh200-sxm": 80.0}
+    goal = {"goal": {"tokens": 1e9, "budget_usd": budget}} if budget else {}
+    asked = study(offers=[{"cluster": name} for name in hours], **goal)
+    for _ in range(60):
+        rents = [
+            rent(provider, name[2:], rng.uniform(1.5, 9.0))
+            for provider in (*markets[0], *markets[1])
+            for name in hours
+            if rng.random() < 0.6
+        ]
+        each, costs = [], {}
+        for candidate in candidates_of(asked, rents):
+            known = [median(rents, candidate.name[2:], market) for market in markets]
+            least = min(filter(None, known), default=None)
+            quote = candidate.priced.quote
+            if least is None or quote is None:
+                continue
+            costs[candidate.name] = 8 * hours[candidate.name] * least
+            usd = 8 * hours[candidate.name] * quote.value
+            missed = ("budget: more",) if budget and usd > budget else ()
+            price = {"usd_per_device_hour": quote, "misses": missed}
+            each.append(outcome(candidate, "gpt2", hours[candidate.name], usd, **price))
+        answer = replace(
+            result(asked, each), candidates={c.name: c for c in candidates_of(asked, rents)}
+        )
+        if not each:
+            continue
+        best = answer.best
+        name = min(costs, key=costs.__getitem__)
+        cheapest = budget if best is None else best.usd.value if best.usd else None
+        assert cheapest is not None
+        if costs[name] < cheapest * (1 - 1e-9):
+            seen += 1
+            assert f" {name} costs {costs[name] / 8 / hours[name]:.2f} USD" in verdicts(answer)[0]
+    assert seen > 3
 
 
 def test_a_verdict_that_turns_within_what_prices_move_says_so_first() -> None:

@@ -160,6 +160,20 @@ def test_the_lowest_spot_price_seen_is_not_what_weeks_of_it_cost() -> None:
     assert found.usd_per_device_hour.value == pytest.approx(2.0)
 
 
+def test_a_spot_price_listed_apart_is_no_lower_than_one_beside_its_on_demand_price() -> None:
+    apart = offer(fabric="x", on_demand_usd_per_device_hour=None, spot_usd_per_device_hour=1.0)
+    both = [apart, offer(on_demand_usd_per_device_hour=4.0), ALONE]
+    found = rent("2x8xh100-sxm-80gb", *both, commitment="spot")
+    assert found.usd_per_device_hour.value == pytest.approx(2.0)
+
+
+def test_a_price_that_others_report_names_who_confirms_it() -> None:
+    told = offer(provider="z", fabric="x", confidence="low")
+    words = "specialist (reported by others than z: a quote of theirs confirms it), 2026-10"
+    assert words in rent("2x8xh100-sxm-80gb", told).how
+    assert "reported" not in rent("2x8xh100-sxm-80gb", NODE).how
+
+
 def test_the_age_of_a_purchases_price_widens_its_range() -> None:
     """One price of a device, sold in a month: by hand, 0.56 to 1.53 times as much each year."""
     known = purchases()["b200"]
