@@ -13,8 +13,9 @@ cheapest, fastest, first by both together, and who fits and keeps deadline, budg
 has the first candidate's probability there and here, and the largest difference of any probability
 of the study.
 
-`--forms` states each study of one run as a year of one such job too (contracts of a year, nothing
-stored, no goals), and says whether both forms cost the same within 5 % and name the same first.
+`--forms` states each study of runs as a year of one such job too, for each of its models (as if
+nothing were stored and no other work used its hours, without goals and sizes to be found), and says
+whether both forms cost the same within 5 % and name the same first.
 """
 
 from __future__ import annotations
@@ -34,10 +35,16 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
+from meshwright.planner.documents.document import plain
+
 FUTURES = 200_000
 TENTH = 1.2815515655
 """Of 100 outcomes of a normal, 10 lie beyond so many standard deviations."""
 COLUMNS = ("study", "probabilities", "first", "there", "here", "largest_difference", "of")
+SAME = "the same"
+"""What is said of two forms with one verdict."""
+PLENTY = 1e11
+"""Tokens of a run where a study asks of them by the model's size."""
 CLOSE = 0.015
 """Sampling error of 10,000 futures there and of as many more here."""
 
@@ -228,7 +235,7 @@ def studies_of(paths: Sequence[Path], folder: Path) -> list[Path]:
     """Return each study's file; the studies of a list get one each in `folder`."""
     files: list[Path] = []
     for path in paths:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = plain_study(path)
         if "studies" not in data:
             files.append(path)
             continue
@@ -238,45 +245,57 @@ def studies_of(paths: Sequence[Path], folder: Path) -> list[Path]:
     return files
 
 
-def as_a_year(study: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the study as a year of one such job a model; None where the forms ask two things.
+def plain_study(path: Path) -> dict[str, Any]:
+    """Return a study's file as plain data; numbers are those of YAML 1.2, as 1.0e12 is one."""
+    return dict(plain(path.read_text(encoding="utf-8")))  # type: ignore[call-overload]
 
-    A year of jobs has its contracts and its stored data all year, and no size to be found.
+
+def as_runs(study: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the study as one of a run for each of its models, alone on what it takes."""
+    goal = study.get("goal", {})
+    tokens = goal.get("tokens") or (goal.get("tokens_per_parameter") and PLENTY)
+    offers = [offer for offer in study["offers"] if "solve" not in offer]
+    if study.get("jobs") or not tokens or not offers:
+        return []
+    left = {"data", "utilisation", "utilisation_factor"}
+    alone = {k: v for k, v in study.get("assumptions", {}).items() if k not in left}
+    kept = {k: v for k, v in study.items() if k not in ("question", "marginal", "curves")}
+    fields = {**kept, "goal": {"tokens": tokens}, "offers": offers, "assumptions": alone}
+    return [{**fields, "models": [model]} for model in study["models"]]
+
+
+def as_a_year(run: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return a study of a run as a year of one such job; None where the forms ask two things.
+
+    A year of jobs has its contracts all year, and no more of them than that.
     """
-    goal, offers = study.get("goal", {}), study["offers"]
-    if study.get("jobs") or not goal.get("tokens") or len(study["models"]) != 1:
-        return None
+    offers = run["offers"]
     if any("solve" in offer or "tuning" in offer for offer in offers):
         return None
-    terms = {(offer.get("rent") or {}).get("term_months", 12) for offer in offers}
-    given = study.get("assumptions", {})
-    if terms != {12} or "data" in given or "utilisation" in given:
+    if {(offer.get("rent") or {}).get("term_months", 12) for offer in offers} != {12}:
         return None
-    if study.get("marginal") or study.get("curves"):
-        return None
-    job = {"model": study["models"][0], "tokens": goal["tokens"], "runs_a_year": 1.0}
-    plain = {name: value for name, value in study.items() if name != "question"}
-    return {**plain, "models": [], "goal": {}, "jobs": [{"name": "run", **job}]}
+    job = {"model": run["models"][0], "tokens": run["goal"]["tokens"], "runs_a_year": 1.0}
+    return {**run, "models": [], "goal": {}, "jobs": [{"name": "run", **job}]}
 
 
 def forms_text(path: Path, folder: Path) -> str | None:
     """Say whether both forms of a study cost the same and name one first; None of other studies."""
-    study = yaml.safe_load(path.read_text(encoding="utf-8")) if path.suffix != ".json" else {}
-    year = as_a_year(study) if study else None
-    if year is None:
-        return None
-    plain = {**study, "goal": {"tokens": study["goal"]["tokens"]}}
-    answers = []
-    for name, form in (("run", plain), ("year", year)):
-        file = folder / f"{path.stem}-{name}.yaml"
-        file.write_text(yaml.safe_dump(form))
-        answers.append(answer_of(file))
-    run, one_year = answers
-    return same_verdict(run, one_year)
+    texts = []
+    for plain_run in as_runs(plain_study(path)) if path.suffix != ".json" else []:
+        year = as_a_year(plain_run)
+        if year is None:
+            continue
+        answers = []
+        for name, form in (("run", plain_run), ("year", year)):
+            file = folder / f"{path.stem}-{name}.yaml"
+            file.write_text(yaml.safe_dump(form))
+            answers.append(answer_of(file))
+        texts.append(same_verdict(*answers))
+    return next((text for text in texts if text != SAME), SAME) if texts else None
 
 
 def same_verdict(run: Mapping[str, Any], year: Mapping[str, Any]) -> str:
-    """Say how two answers differ: "the same" where costs agree within 5 % and the first is one."""
+    """Say how two answers differ: the same where costs agree within 5 % and the first is one."""
     costs = [
         {row["candidate"]: row["usd"]["value"] for row in answer["outcomes"] if row["usd"]}
         for answer in (run, year)
@@ -289,7 +308,7 @@ def same_verdict(run: Mapping[str, Any], year: Mapping[str, Any]) -> str:
     firsts = [next(iter(answer["ranks"].values()))[0]["candidate"] for answer in (run, year)]
     longer = firsts[0] not in short
     same = firsts[0] == firsts[1] or longer
-    return "the same" if same else f"{firsts[0]} first as a run, {firsts[1]} as a year"
+    return SAME if same else f"{firsts[0]} first as a run, {firsts[1]} as a year"
 
 
 def row_of(study: str, pairs: Sequence[tuple[str, float, float]]) -> dict[str, str]:
@@ -320,7 +339,7 @@ def main() -> int:
         for path in studies_of(asked.paths, Path(folder)):
             if asked.forms:
                 text = forms_text(path, Path(folder))
-                unlike += text not in (None, "the same")
+                unlike += text not in (None, SAME)
                 print(f"{path.stem}: {text or 'has one form'}", flush=True)
                 continue
             rows.append(row_of(path.stem, differences(answer_of(path))))

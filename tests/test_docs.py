@@ -30,7 +30,6 @@ READ = [
     DOCS / "index.md",
 ]
 HARD_TO_READ = {
-    "choose-hardware.md",
     "fine-tune.md",
     "recovery.md",
     "search.md",

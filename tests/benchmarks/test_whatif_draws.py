@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.whatif_draws import CLOSE, as_a_year, differences, same_verdict
+from benchmarks.whatif_draws import (
+    CLOSE,
+    as_a_year,
+    as_runs,
+    differences,
+    plain_study,
+    same_verdict,
+)
 from meshwright.planner.whatif.run_study import result_json, run
 from meshwright.planner.whatif.study import Study
 from tests.planner.whatif.test_study import PRICE
 
+STUDIES = Path(__file__).parent.parent.parent / "plans" / "studies"
 QUOTE = {"date": "2026-11", "source": "a quote"}
 
 
@@ -61,6 +70,18 @@ def test_a_run_and_a_year_of_it_are_one_question() -> None:
     assert same_verdict(run_answer, year_answer) == "the same"
     dearer = {**year_answer, "outcomes": [_dearer(row) for row in year_answer["outcomes"]]}
     assert "as a year" in same_verdict(run_answer, dearer)
+
+
+def test_shipped_studies_have_both_forms() -> None:
+    both = []
+    for path in sorted(STUDIES.glob("*.yaml")):
+        runs = as_runs(plain_study(path))
+        years = [year for year in map(as_a_year, runs) if year is not None]
+        for form in (*runs, *years):
+            Study.of(form)
+        both += [path.stem] if years else []
+
+    assert len(both) >= 12
 
 
 def _dearer(row: dict[str, Any]) -> dict[str, Any]:
