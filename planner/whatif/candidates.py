@@ -241,14 +241,18 @@ class Candidate:
         return not self.quoted and any(change not in SOLD for change, _ in self.changes)
 
 
-def candidates_of(study: Study, offers: Sequence[Rent] | None = None) -> list[Candidate]:
+def candidates_of(
+    study: Study, offers: Sequence[Rent] | None = None, *, together: bool = True
+) -> list[Candidate]:
     """Return all candidates in the order of their offers; names are unique.
 
-    `offers` are dated rents instead of the catalogue's.
+    `offers` are dated rents instead of the catalogue's.  Prices are of one market that has them
+    all where candidates are compared `together`, else each is of the market that asks less.
     """
     catalogue = rents() if offers is None else offers
     candidates: dict[str, Candidate] = {}
-    for place, offer in enumerate(in_one_market(study, catalogue).offers):
+    priced = in_one_market(study, catalogue) if together else study
+    for place, offer in enumerate(priced.offers):
         try:
             listed = list(_of_offer(study, offer, catalogue))
         except DocumentError as error:

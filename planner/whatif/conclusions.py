@@ -96,8 +96,8 @@ def _two_markets(result: Result) -> Iterator[str]:
     if len(names) > 1:
         each = [f"{names_text(of)} at {market}s" for market, of in sorted(names.items())]
         asked = any(offer.rent is not None and offer.rent.market for offer in result.study.offers)
-        why = "the study names both" if asked else "no market rents them all"
-        why += "" if asked else "; --market compares in one"
+        why = "no market rents them all; --market compares in one"
+        why = result.apart or ("the study names both" if asked else why)
         yield (
             f"Prices are of two markets, {' and '.join(each)}, and part of the difference is who "
             f"was asked: {why}."

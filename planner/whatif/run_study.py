@@ -212,6 +212,8 @@ class Result:
     """Sizes that were found, each with what bounds it."""
     candidates: dict[str, Candidate] = field(default_factory=dict)
     break_even: tuple[BreakEven, ...] = ()
+    apart: str = ""
+    """Why prices are of two markets where one has all candidates."""
 
     def _repr_html_(self) -> str:
         """Return the study as notebooks show it: every candidate, those that fit first."""
@@ -236,10 +238,14 @@ class Result:
 
     def best_of(self, model: str) -> CandidateOutcome | None:
         """The first of a model, if it is sold, fits and meets the goal."""
-        ranks = self.ranks[model]
-        if not ranks or ranks[0].outcome.misses or ranks[0].outcome.hypothetical:
-            return None
-        return ranks[0].outcome
+        return _first_of(self.ranks[model])
+
+
+def _first_of(ranks: Sequence[Rank]) -> CandidateOutcome | None:
+    """Return the first outcome, if it is sold and meets the goal."""
+    if not ranks or ranks[0].outcome.misses or ranks[0].outcome.hypothetical:
+        return None
+    return ranks[0].outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,11 +300,16 @@ def _carried_out(
         _Task(study, model, candidate) for model in study.rows for candidate in candidates.values()
     ]
     done: dict[int, CandidateOutcome] = {}
-    interrupted = False
+    plans: dict[int, Planned] = {}
+    interrupted, apart = False, ""
     study_progress = _StudyProgress(progress, len(tasks) + _changes_asked(study))
     try:
-        for index, outcome in _evaluate_tasks(tasks, workers, study_progress):
-            done[index] = outcome
+        for index, plan, outcome in _evaluate_tasks(tasks, workers, study_progress):
+            done[index], plans[index] = outcome, plan
+        dearer = _at_lower_prices(tasks, plans, done, offers)
+        if dearer is not None:
+            tasks, done, apart = dearer
+            candidates |= {task.candidate.name: task.candidate for task in tasks}
         done |= dict(_natives(tasks, done, workers))
     except KeyboardInterrupt:
         interrupted = True
@@ -313,8 +324,52 @@ def _carried_out(
         sizes=size_texts,
         candidates=candidates,
         break_even=tuple(break_evens(list(candidates.values()))),
+        apart=apart,
     )
     return result if interrupted else _add_follow_ups(result, workers, study_progress)
+
+
+def _at_lower_prices(
+    tasks: Sequence[_Task],
+    plans: Mapping[int, Planned],
+    done: Mapping[int, CandidateOutcome],
+    offers: Sequence[Rent] | None,
+) -> tuple[list[_Task], dict[int, CandidateOutcome], str] | None:
+    """Return tasks and outcomes at the lower market's price each, and why; None where no need is.
+
+    Where one market has all candidates they are compared in it.  But nobody takes the first there
+    if another costs less elsewhere: then each has the price that it would be rented at.
+    """
+    study = tasks[0].study
+    listed = [task.candidate.priced for task in tasks]
+    if any(offer.solve for offer in study.offers) or not any(
+        priced.elsewhere_usd is not None
+        and priced.quote is not None
+        and priced.elsewhere_usd < priced.quote.value
+        for priced in listed
+    ):
+        return None
+    lower = {each.name: each for each in candidates_of(study, offers, together=False)}
+    cheaper = [replace(task, candidate=lower[task.candidate.name]) for task in tasks]
+    again = {
+        at: evaluate(study, cheaper[at].model, cheaper[at].candidate, plan)
+        for at, plan in plans.items()
+    }
+    firsts = {}
+    for model, ranks in _ranks(study, list(done.values())).items():
+        best = _first_of(ranks)
+        there = _first_of(_ranks(study, list(again.values()))[model])
+        if there is not None and (best is None or best.candidate != there.candidate):
+            firsts[model] = "none keeps the goal" if best is None else f"{best.candidate} is first"
+    if not firsts:
+        return None
+    [market, *_] = dict.fromkeys(m for priced in listed for m in priced.markets)
+    words = " and ".join(dict.fromkeys(firsts.values()))
+    return (
+        cheaper,
+        again,
+        f"only {market}s rent them all, where {words}; --market {market} compares there",
+    )
 
 
 def _size(
@@ -447,7 +502,8 @@ def _changes(
         tasks.append(
             _Task(_resized_work(result.study, base, change, cluster.devices), base.model, other)
         )
-    outcomes = dict(_evaluate_tasks(tasks, workers, progress))
+    evaluated = _evaluate_tasks(tasks, workers, progress)
+    outcomes = {index: outcome for index, _, outcome in evaluated}
     for index, (change, factor) in enumerate(possible):
         yield _changed_outcome(base, change, factor, outcomes[index])
 
@@ -486,8 +542,8 @@ def _changed_outcome(
 
 def _evaluate_tasks(
     tasks: Sequence[_Task], workers: Workers, progress: _StudyProgress
-) -> Iterator[tuple[int, CandidateOutcome]]:
-    """Yield outcomes with the index of their task, as they come.
+) -> Iterator[tuple[int, Planned, CandidateOutcome]]:
+    """Yield plans and outcomes with the index of their task, as they come.
 
     Candidates that differ in their terms alone are planned once.
     """
@@ -499,7 +555,7 @@ def _evaluate_tasks(
     for group, plan in _planned_by_size([tasks[group[0]] for group in groups], workers):
         for index in groups[group]:
             task = tasks[index]
-            yield index, evaluate(task.study, task.model, task.candidate, plan)
+            yield index, plan, evaluate(task.study, task.model, task.candidate, plan)
         progress.more(len(groups[group]))
 
 

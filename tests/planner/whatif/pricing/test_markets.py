@@ -13,6 +13,7 @@ from meshwright.planner.catalog import Rent
 from meshwright.planner.whatif.candidates import candidates_of
 from meshwright.planner.whatif.conclusions import caveat_texts, verdicts
 from meshwright.planner.whatif.evaluate import candidate_of_size
+from meshwright.planner.whatif.run_study import run
 from meshwright.planner.whatif.uncertain_value import UncertainValue, exact
 from tests.planner.whatif.test_conclusions import outcome, result
 from tests.planner.whatif.test_study import study
@@ -144,6 +145,36 @@ def test_nothing_is_cheaper_than_the_first_without_saying_so_first(budget: float
             seen += 1
             assert f" {name} costs {costs[name] / 8 / hours[name]:.2f} USD" in verdicts(answer)[0]
     assert seen > 3
+
+
+def test_nobody_takes_what_another_candidate_costs_less_than_elsewhere() -> None:
+    """By hand: each at the lower of two medians; the first is never above the least of them."""
+    asked = study(
+        offers=[{"cluster": A}, {"cluster": B}],
+        goal={"tokens": 1e10},
+        work={"seq_len": 1024, "global_batch": 64, "framework": "native"},
+    )
+    rng, apart = random.Random(8), 0
+    for _ in range(12):
+        usd = [rng.uniform(1.0, 9.0) for _ in range(3)]
+        rents = [
+            rent("aws", A[2:], usd[0]),
+            rent("aws", B[2:], usd[1]),
+            rent("lambda", A[2:], usd[2]),
+        ]
+        answer = run(asked, processes=1, offers=rents)
+        best = answer.best
+        assert best is not None and best.usd is not None
+        hours = {o.candidate: o.hours.value for o in answer.outcomes if o.hours}
+        costs = [8 * hours[A] * min(usd[0], usd[2]), 8 * hours[B] * usd[1]]
+        assert best.usd.value <= min(costs) * (1 + 1e-9) or verdicts(answer)[0].startswith("Who is")
+        if answer.apart:
+            apart += 1
+            assert best.usd.value == pytest.approx(min(costs))
+            first = verdicts(answer)[0]
+            assert first.startswith(f"Prices are of two markets, {B} at hyperscalers and {A} at")
+            assert f"only hyperscalers rent them all, where {B} is first; --market hyp" in first
+    assert apart >= 2
 
 
 def test_a_verdict_that_turns_within_what_prices_move_says_so_first() -> None:
