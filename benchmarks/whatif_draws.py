@@ -208,7 +208,7 @@ def within(limit: str, row: Row, goal: Row, futures: Futures) -> float | None:
     """Return the share of futures in which a plan fits and keeps a goal."""
     if limit == "power cap":  # drawn whatever fits
         return float(np.mean(futures.figure(row["watts"], "power") <= goal["power_cap_w"]))
-    kept: Draws | None = None
+    kept: NDArray[np.bool_] | None = None
     if limit == "hours of a year":
         kept = run_hours(row, futures) <= 8760
     elif limit == "deadline":
@@ -247,7 +247,8 @@ def studies_of(paths: Sequence[Path], folder: Path) -> list[Path]:
 
 def plain_study(path: Path) -> dict[str, Any]:
     """Return a study's file as plain data; numbers are those of YAML 1.2, as 1.0e12 is one."""
-    return dict(plain(path.read_text(encoding="utf-8")))  # type: ignore[call-overload]
+    study: Any = plain(path.read_text(encoding="utf-8"))
+    return dict(study)
 
 
 def as_runs(study: Mapping[str, Any]) -> list[dict[str, Any]]:
