@@ -26,6 +26,7 @@ from meshwright.planner.costs.cost_cache import FigureStore
 from meshwright.planner.documents.units import seconds_text
 from meshwright.planner.errors import DocumentError, MeshwrightError
 from meshwright.planner.errors.shown import html_table
+from meshwright.planner.requests.pins import read_allowances
 from meshwright.planner.whatif.candidates import Candidate, candidates_of
 from meshwright.planner.whatif.evaluate import (
     bounded_size,
@@ -406,12 +407,22 @@ def _natives(
                 key = same_plan(task.study, model, task.candidate)
                 wanted.setdefault(key, []).append(at)
     groups = list(wanted.values())
-    native_tasks = [replace(tasks[group[0]], framework=NATIVE) for group in groups]
+    native_tasks = [_native(tasks[group[0]]) for group in groups]
     for group, plan in workers.results_of(_plan, native_tasks):
         if plan.prediction is not None:
             step = exact(plan.prediction.step_time_s)
             for at in groups[group]:
                 yield at, _with_native(done[at], step)
+
+
+def _native(task: _Task) -> _Task:
+    """Return a task of our own runtime beside a public one, with everything on the devices.
+
+    Its choices of what each layer offloads take minutes, and a step beside another is not worth
+    them; a study under `native` has them.
+    """
+    allowed = sorted(read_allowances(task.candidate.allow) - {"offload"})
+    return replace(task, framework=NATIVE, candidate=replace(task.candidate, allow=tuple(allowed)))
 
 
 def _with_native(outcome: CandidateOutcome, step: UncertainValue | None) -> CandidateOutcome:
