@@ -206,19 +206,19 @@ class Candidate:
     def whole_term_hours(self) -> float | None:
         """Hours of a commitment that one run has to pay whole, used or not.
 
-        Each term of a contract or lease; of a purchase the year that the run is in, at the price
-        of an hour over all its years: it is sold, or works on, afterwards.  So a run of a year
-        costs what a year of jobs does.  None where nothing binds, or where the study says by its
-        utilisation what else it does.  Of a cluster that is had on several terms, what is owned
-        has other work.
+        Each term of a contract or lease; of a purchase and of what is owned the year that the run
+        is in, at the price of an hour over all its years: it is sold, or works on, afterwards.  So
+        a run of a year costs what a year of jobs does.  None where nothing binds, or where the
+        study says by its utilisation what else it does.
         """
-        if "utilisation" in self.assumed.model_fields_set or self.priced.parts:
+        if "utilisation" in self.assumed.model_fields_set:
             return None
         purchase, reserved = self.priced.purchase, self.priced.reservation
-        if purchase is not None:
-            years = self.assumed.years
-            bound = years * purchase.bound_share if purchase.leased else min(1.0, years)
-            return bound * HOURS_PER_YEAR
+        years = self.assumed.years
+        if purchase is not None and purchase.leased:
+            return years * purchase.bound_share * HOURS_PER_YEAR
+        if purchase is not None or self.priced.owned or "owned" in self.priced.parts:
+            return min(1.0, years) * HOURS_PER_YEAR
         return None if reserved is None else reserved.years * HOURS_PER_YEAR
 
     @property

@@ -239,6 +239,8 @@ def _of_model(result: Result, model: str, ranks: Sequence[Rank]) -> str:
     if best.capital_usd is not None:
         sentence += f". {commitment_text(result.candidates[best.candidate], best.capital_usd)}"
         sentence += _paid_whole_text(best)
+    elif best.fixed_hours is not None:
+        sentence += f". What every hour of what is owned costs{_paid_whole_text(best)}"
     sentence += f". {_confidence(result, best, ranks)}Bound by {best.binding}."
     return sentence
 

@@ -79,15 +79,16 @@ function waitFor({ wait_days: waits }, priced, assumed) {
   return each.length ? total(each) : null;
 }
 
-/** Hours of a commitment that one run pays whole, of a purchase a year; null where others share it. */
+/** Hours of a commitment that one run pays whole, of what is bought or owned a year; null where others share it. */
 function wholeTermHours({ terms }, { shared, years }) {
   if (shared) return null;
-  if (terms.kind === "bought") {
-    const { lease } = terms;
+  const { kind, lease } = terms;
+  if (kind === "bought" || kind === "part" && terms.parts.includes("bought")) {
     return HOURS_PER_YEAR * (lease ? years * lease.term_months / leaseMonths(lease, years)
       : Math.min(1, years));
   }
-  return terms.kind === "rented" && terms.years ? terms.years * HOURS_PER_YEAR : null;
+  if (kind === "owned" || kind === "part") return HOURS_PER_YEAR * Math.min(1, years);
+  return kind === "rented" && terms.years ? terms.years * HOURS_PER_YEAR : null;
 }
 
 /** Hours whose fixed price is paid whole; null where other work shares it. @returns {?Span} */

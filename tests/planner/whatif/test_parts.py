@@ -62,8 +62,10 @@ def test_a_budget_pays_the_years_of_what_is_bought_and_the_run_of_the_rest() -> 
     )  # whose plan is asked is all the same here
     outcome = evaluate(asked, "gpt2", known["half"], alike)
 
-    bought = known["bought"].priced.outlay_usd_per_device(0.8)
-    assert outcome.hours is not None and outcome.outlay_usd is not None and bought is not None
+    assert outcome.hours is not None and outcome.outlay_usd is not None
+    used = outcome.hours.value / 8760  # nothing else runs on what is bought for it
+    bought = known["bought"].priced.outlay_usd_per_device(used)
+    assert bought is not None
     by_hand = 4 * bought.value + 8 * 2.0 * outcome.hours.value
     assert outcome.outlay_usd.value == pytest.approx(by_hand)
 
@@ -87,3 +89,18 @@ def test_a_budget_pays_the_years_of_what_is_bought_and_the_run_of_the_rest() -> 
 def test_parts_that_do_not_fit_together_are_refused(offer: dict[str, Any], message: str) -> None:
     with pytest.raises(DocumentError, match=message):
         candidates_of(study(offers=[offer]))
+
+
+@pytest.mark.parametrize("name", ["owned", "added", "half", "bought"])
+def test_a_run_of_a_part_of_a_year_pays_the_year_of_what_is_bought_or_owned(name: str) -> None:
+    """By hand: every hour of the year at the price of one that waits, and those used beside it."""
+    tokens = {"goal": {"tokens": 1e9}, "work": {"seq_len": 1024, "global_batch": 64}}
+    known = {c.name: c for c in candidates_of(study(offers=OFFERS, **tokens))}
+    alike = plan_candidate(study(offers=OFFERS, **tokens), "gpt2", known["rented"])
+    outcome = evaluate(study(offers=OFFERS, **tokens), "gpt2", known[name], alike)
+
+    assert outcome.hours is not None and outcome.usd is not None
+    hourly = known[name].priced.hourly
+    assert hourly is not None and hourly.fixed.value > 0
+    each = 8760 * hourly.fixed.value + outcome.hours.value * hourly.used.value
+    assert outcome.usd.value == pytest.approx(outcome.devices * each)
