@@ -239,8 +239,9 @@ def _of_model(result: Result, model: str, ranks: Sequence[Rank]) -> str:
     if best.capital_usd is not None:
         sentence += f". {commitment_text(result.candidates[best.candidate], best.capital_usd)}"
         sentence += _paid_whole_text(best)
-    elif best.fixed_hours is not None:
-        sentence += f". What every hour of what is owned costs{_paid_whole_text(best)}"
+    elif best.fixed_usd_per_device_hour is not None and best.fixed_usd_per_device_hour.value:
+        whole = _paid_whole_text(best)
+        sentence += f". What every hour of what is owned costs{whole}" if whole else ""
     sentence += f". {_confidence(result, best, ranks)}Bound by {best.binding}."
     return sentence
 

@@ -168,7 +168,7 @@ def _in_process(what: Callable[[A, FigureStore], B], task: A) -> B:
 Progress = Callable[[int, int], None]
 SIZES_FIRST = 3
 """Number of sizes of a cluster, of many, that are planned under every framework."""
-NATIVE_TOO = 5
+NATIVE_TOO = 3
 """Number of each model's first candidates that are planned for our own runtime too."""
 
 
