@@ -103,6 +103,8 @@ def price_deviations(row: Row, futures: Futures) -> Draws:
     asked = (row["price_cause"] or row["price"]).splitlines()
     quotes = np.sum([futures.of(f"asked by {name}") for name in asked], axis=0)
     mean = quotes / math.sqrt(len(asked))
+    moves = row["price_moves_weight"]
+    mean = math.sqrt(1 - moves**2) * mean + moves * futures.of("moves until a later order")
     return np.asarray(weight * mean + math.sqrt(1 - weight**2) * futures.of("owning"))
 
 

@@ -116,6 +116,8 @@ class DevicePrice:
     """Commitment, date and source, in words."""
     cause: str = ""
     """The quotes that it rests on: prices of the same quotes move together."""
+    moves_weight: float = 0.0
+    """Part of its quotes' deviation that comes between now and a later order."""
     markets: tuple[Market, ...] = ()
     """Markets of the catalogue's offers that it rests on."""
     elsewhere_usd: float | None = None
@@ -522,6 +524,17 @@ def later_price(price: UncertainValue, years: float, change_a_year: float) -> Un
     return aged(price.times((1 + change_a_year) ** years), years) if years else price
 
 
+def moves_weight(asked: UncertainValue, later: UncertainValue) -> float:
+    """Return how much of a later price's deviation is not that of the price that was asked.
+
+    >>> price = UncertainValue(value=2.0, low=1.0, high=4.0)
+    >>> moves_weight(price, price.times(0.9)), moves_weight(exact(2.0), price)
+    (0.0, 1.0)
+    """
+    now, then = (sum(price.spreads()) for price in (asked, later))
+    return math.sqrt(1 - (now / then) ** 2) if then > now else 0.0
+
+
 def _used_alone(price: UncertainValue) -> Hourly:
     return Hourly(fixed=exact(0.0), used=price)
 
@@ -682,7 +695,8 @@ def _rented_price(
         markets, elsewhere = rent.markets, rent.elsewhere
         term = term or rent.term_months
         prepaid = rent.prepaid if rental.prepaid is None else prepaid
-    price = later_price(price, waits, assumed.rent_change_a_year)
+    asked, price = price, later_price(price, waits, assumed.rent_change_a_year)
+    moves = moves_weight(asked, price)
     price = exact(price.value) if settled else price
     if rental.commitment != "reserved":
         hourly = _used_alone(price)
@@ -692,6 +706,7 @@ def _rented_price(
             minimum_hours=rental.minimum_hours,
             how=how,
             cause=cause,
+            moves_weight=moves,
             markets=markets,
             elsewhere_usd=elsewhere,
         )
@@ -705,6 +720,7 @@ def _rented_price(
         reservation=reservation,
         how=f"{how}, {term_words(reservation)}",
         cause=cause,
+        moves_weight=moves,
         markets=markets,
     )
 
@@ -782,7 +798,8 @@ def _bought(
         price = listed_price(listed)
         node = "with its node" if listed.with_node else "without its node"
         how = f"bought {node}, {listed.date}, {listed.source}"
-    price = later_price(price, waits, 0.0)
+    asked, price = price, later_price(price, waits, 0.0)
+    moves = moves_weight(asked, price)
     price = exact(price.value) if settled else price
     network = span_of(network_purchase())
     if buying.network_usd_per_device is not None:
@@ -799,6 +816,7 @@ def _bought(
         purchase=purchase,
         how=how,
         cause=cause,
+        moves_weight=moves,
     )
 
 

@@ -423,6 +423,7 @@ def _prices(candidate: Candidate) -> dict[str, Any]:
         "fixed_usd_per_device_hour": priced.hourly.fixed,
         "used_usd_per_device_hour": priced.hourly.used,
         "usd_per_device_hour": priced.hourly.useful_hour_usd(candidate.assumed.utilisation),
+        "price_moves_weight": priced.moves_weight,
         "price_quote_weight": priced.quote_weight(candidate.assumed.utilisation),
         "capital_usd": None if at_once is None else at_once * candidate.devices,
         "outlay_usd": None if outlay is None else outlay.times(candidate.devices),

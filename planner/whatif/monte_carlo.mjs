@@ -62,7 +62,7 @@ function energies({ watts }, duration) {
 function costs(outcome, duration) {
   const { usdPerDeviceHour: hourly, devices, hours, candidate, priced } = outcome;
   if (hourly === null) return null;
-  const price = priceMultipliers(hourly, candidate.cause || candidate.how, outcome.quoteWeight);
+  const price = priceMultipliers(hourly, candidate, outcome.quoteWeight);
   const found = new Float64Array(DRAWS);
   if (hours !== null && outcome.termHours !== null) {
     wholeCosts(outcome, duration, found);
@@ -86,7 +86,7 @@ function outlays(outcome, duration) {
   const { priced: { hourly, reservation }, capitalUsd, hours, jobs, fixedHours, candidate } = outcome;
   if (!reservation || !hourly || capitalUsd === null) return null;
   const term = reservation.years * HOURS_PER_YEAR, found = new Float64Array(DRAWS);
-  const price = priceMultipliers(hourly.fixed, candidate.cause || candidate.how, outcome.quoteWeight);
+  const price = priceMultipliers(hourly.fixed, candidate, outcome.quoteWeight);
   const year = jobs.length && fixedHours ? fixedHours.value : null;
   for (let k = 0; k < DRAWS; k++) {
     const terms = hours === null ? 1
@@ -101,7 +101,7 @@ function outlays(outcome, duration) {
 function wholeCosts(outcome, duration, found) {
   const { priced: { hourly: { fixed, used } }, devices, termHours: term, hours, candidate } = outcome;
   const [fixedPrice, usedPrice] = [fixed, used].map((part) => (part.value === 0 ? null
-    : priceMultipliers(part, candidate.cause || candidate.how, outcome.quoteWeight)));
+    : priceMultipliers(part, candidate, outcome.quoteWeight)));
   const year = outcome.jobs.length ? Math.max(term, hours.value) : null;
   for (let k = 0; k < DRAWS; k++) {
     const whole = year ?? (outcome.termRenews
@@ -115,15 +115,18 @@ function wholeCosts(outcome, duration, found) {
 
 const prices = new Map();
 
-/** A price over its value: its quotes' deviations, and those of owning, which purchases share. */
-function priceMultipliers(hourly, causes, weight) {
+/** A price over its value: its quotes' deviations, moves until a later order, and those of owning. */
+function priceMultipliers(hourly, { cause, how, moves_weight: moves = 0 }, weight) {
+  const causes = cause || how;
   const named = causes.split("\n").map((cause) => `price ${cause}`);
-  if (weight === 1 && named.length === 1) return multipliers(hourly, named[0]);
-  const [down, up] = spreads(hourly), key = `${causes}|${down}|${up}|${weight}`;
+  if (weight === 1 && named.length === 1 && moves === 0) return multipliers(hourly, named[0]);
+  const [down, up] = spreads(hourly), key = `${causes}|${down}|${up}|${weight}|${moves}`;
   if (!prices.has(key)) {
     if (prices.size >= MOST_PRICES) prices.clear();
     const each = named.map(normals), owning = normals("owning"), rest = Math.sqrt(1 - weight * weight);
-    const quote = each[0].map((_, k) => each.reduce((sum, of) => sum + of[k], 0) / Math.sqrt(each.length));
+    const now = each[0].map((_, k) => each.reduce((sum, of) => sum + of[k], 0) / Math.sqrt(each.length));
+    const moved = moves === 0 ? null : normals("moves of prices"), stays = Math.sqrt(1 - moves * moves);
+    const quote = moved === null ? now : now.map((one, k) => stays * one + moves * moved[k]);
     prices.set(key, deviated(down, up, weight === 1 ? quote
       : quote.map((one, k) => weight * one + rest * owning[k])));
   }

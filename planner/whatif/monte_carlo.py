@@ -136,13 +136,19 @@ def _fixed_hours(outcome: CandidateOutcome, duration: Draws) -> Draws | float:
 
 
 def _price_normals(outcome: CandidateOutcome) -> Draws:
-    """Return a price's deviations: its quotes', and those of owning, which purchases share."""
+    """Return a price's deviations: its quotes', and those of owning, which purchases share.
+
+    A later order's price moves besides, from the same one now.
+    """
     weight = outcome.price_quote_weight
     causes = (outcome.price_cause or outcome.price).split("\n")
     quote = normals(f"price {causes[0]}")
     if len(causes) > 1:  # a median over providers moves with each of them
         each = np.stack([normals(f"price {cause}") for cause in causes])
         quote = each.sum(axis=0) / math.sqrt(len(causes))
+    moves = outcome.price_moves_weight
+    if moves:
+        quote = math.sqrt(1 - moves * moves) * quote + moves * normals("moves of prices")
     if weight == 1:
         return quote
     return weight * quote + math.sqrt(1 - weight * weight) * normals("owning")

@@ -90,6 +90,8 @@ class CandidateOutcome:
     """Commitment, date and source of the price, in words."""
     price_cause: str = ""
     """The quotes that it rests on: prices of the same quotes move together."""
+    price_moves_weight: float = 0.0
+    """Part of its quotes' deviation that comes between now and the order; squares add up to 1."""
     price_quote_weight: float = 1.0
     """Share of the price's deviation that is its quotes'; the rest is what owning costs."""
     capital_usd: float | None = None

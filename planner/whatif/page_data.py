@@ -149,6 +149,7 @@ def _candidate(study: Study, candidate: Candidate, outcome: CandidateOutcome) ->
         "terms": _terms(offer, candidate),
         "how": candidate.priced.how,
         "cause": candidate.priced.cause,
+        "moves_weight": candidate.priced.moves_weight,
         "dates": price_dates(candidate.priced.how),
         "undated": "undated" in candidate.priced.how,
         "assumed": None if assumptions is None else assumed_data(candidate.assumed),

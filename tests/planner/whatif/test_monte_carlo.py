@@ -154,6 +154,39 @@ def test_what_owning_costs_moves_all_purchases_and_a_quote_its_own() -> None:
     assert chances_to_be_first([x, y], "cost") == pytest.approx([expected, 1 - expected], abs=0.01)
 
 
+def test_a_price_of_six_months_from_now_moves_by_itself() -> None:
+    """By hand: 0.8 a year is 0.894 in six months, and above 1 where a rise of 11.2 % is exceeded.
+
+    Half a year's rise of 1.53^0.5 is the end of 80 %, so that z is 0.673 and P 0.75, although both
+    prices are of one quote.
+    """
+    quote = {"usd_per_device_hour": 2.0, "low": 1.6, "high": 2.5, "date": "2026-11", "source": "a"}
+    offer = {"name": "now", "cluster": "8xa10g", "rent": quote}
+    asked = study(
+        offers=[offer, {**offer, "name": "then", "wait_months": 6.0}],
+        assumptions={"rent_change_a_year": -0.2},
+    )
+    each = []
+    for candidate in candidates_of(asked):
+        price = candidate.priced.quote
+        assert price is not None
+        each.append(
+            replace(
+                outcome(candidate.name, "a", CHEAP, candidate.priced.cause),
+                usd_per_device_hour=price,
+                price_cause=candidate.priced.cause,
+                price_moves_weight=candidate.priced.moves_weight,
+                usd=price,
+            )
+        )
+
+    below = math.log(0.8**-0.5) / (math.log(1.53) / 2 / 1.2815516)
+    chances = chances_to_be_first(each, "cost")
+
+    assert chances[1] == pytest.approx(NormalDist().cdf(below), abs=0.03)
+    assert below == pytest.approx(0.673, abs=0.001)
+
+
 def test_the_weight_of_a_quote_is_what_is_left_of_a_range_without_it() -> None:
     """Of a rent all, of what is owned nothing; an exact quote leaves a purchase's other costs."""
     quote = {"usd_per_device": 20_000.0, "date": "2026-11", "source": "a quote"}
