@@ -180,9 +180,10 @@ KINDS = (
     Kind("demo-4m", 2, ("zero=3",)),
     Kind("train.py", 1, sleep_s=SCRIPT_S),
     Kind("train.py", 2, sleep_s=SCRIPT_S),
+    Kind("train.py", 2, sleep_s=SCRIPT_S, spare=True),
 )
 # Scripts and one node come twice, as they have most faults of their own.
-ORDER = (0, 8, 2, 5, 1, 4, 8, 3, 6, 7, 0, 9, 4, 8, 2, 1, 5, 3, 9, 0)
+ORDER = (0, 8, 2, 5, 10, 4, 8, 3, 6, 7, 0, 9, 4, 10, 2, 1, 5, 3, 9, 0)
 
 
 def command(*words: str) -> list[str]:
@@ -398,11 +399,11 @@ class Run:
             spread += ["--rendezvous", f"127.0.0.1:{self._port}"]
         common = ["--elastic"] if self.disturbed else []
         common += ["--checkpoint", str(self.saves), "--checkpoint-every", str(SAVE_EVERY)]
+        common += ["--scale-up-after", "5"] if self.disturbed else []
         common += ["-o", str(self.output), *spread]
         if self.kind.what == "train.py":
             return ["run", "--plan", plan, *common, str(self.folder / "train.py"), str(self.steps)]
         words = ["launch", plan, "--data", str(self.data), "--steps", str(self.steps), *common]
-        words += ["--scale-up-after", "5"] if self.disturbed else []
         words += ["--trust-code"] if self.kind.what.startswith("own") else []
         return words + (["--resume", "--or-start"] if self.resumes else [])
 
@@ -805,7 +806,7 @@ class Run:
         names = [(str(self.plan_path), 0, devices)]
         for _, after, count in chain:
             file = self.plan_path
-            if count != devices and self.kind.what != "train.py":
+            if count != devices:
                 books = sorted(self.saves.rglob(f"plan-for-{count}.yaml"))
                 if not books:
                     self.problems.append(f"no file of the plan for {count} devices")

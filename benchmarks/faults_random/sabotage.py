@@ -67,7 +67,7 @@ BREAKS = {
                 "        self.engine.next_sample += size\n",
             ),
         ),
-        finding="loss of step",
+        finding="loss of step|samples",
     ),
     "order": Break(
         what="behind a restart the samples of two steps change places",

@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from meshwright.launch.attempt import (
-    LaunchResult,
     copies_rescued,
     copy_bytes,
     log_decision,
@@ -74,17 +74,24 @@ MOST_SAID = 500
 second."""
 
 
+AttemptOnNodes = Callable[[LaunchablePlan, Launch, Sequence[RankEnd]], Any]
+"""Trains by a plan in one epoch; `Launch` is what this node has for it."""
+
+
 def on_nodes(
     fit: LaunchablePlan,
     run: LaunchRun,
     node_rank: NodeRank,
     shrunk: Decision | None,
     *,
+    attempt: AttemptOnNodes = run_attempt,
+    is_script: bool = False,
     quiet: bool,
-) -> LaunchResult | None:
+) -> Any:
     """Train on the nodes that are there, one epoch after another; what the lead has is returned.
 
     Nodes beyond those of the plan are spares.  `shrunk` is why its plan is not the given one.
+    Each epoch is an `attempt`; a script's steps are not known before.
     """
     assert run.checkpoint is not None
     folder = run.checkpoint.absolute()
@@ -107,7 +114,10 @@ def on_nodes(
             means = NodeResources(
                 agent=agent, copies=copies, zygote=zygote, slots=slots, keeper=keeper
             )
-            return Epochs(fit, run, means, signals, quiet=quiet).run(shrunk)
+            epochs = Epochs(
+                fit, run, means, signals, attempt=attempt, is_script=is_script, quiet=quiet
+            )
+            return epochs.run(shrunk)
 
 
 def _teller(*, quiet: bool) -> Callable[[str], None]:
@@ -141,8 +151,11 @@ class Epochs:
         means: NodeResources,
         signals: list[int],
         *,
+        attempt: AttemptOnNodes = run_attempt,
+        is_script: bool = False,
         quiet: bool,
     ) -> None:
+        self._attempt, self._is_script = attempt, is_script
         self._planned = self._fit = fit
         self._run, self._means, self._agent = run, means, means.agent
         self._signals, self._quiet = signals, quiet
@@ -151,7 +164,7 @@ class Epochs:
         self._again = False
         """Ranks of this command ran before."""
 
-    def run(self, shrunk: Decision | None) -> LaunchResult | None:
+    def run(self, shrunk: Decision | None) -> Any:
         """Train until the run is over; the first epoch has `shrunk` before it."""
         while True:
             try:
@@ -162,7 +175,8 @@ class Epochs:
             epoch = self._agent.epoch
             self.adopt(epoch)
             self._pair(epoch)
-            self._scale_up = ScaleUp(self._planned, self._fit, self._run, self._agent)
+            steps = math.inf if self._is_script else self._run.steps
+            self._scale_up = ScaleUp(self._planned, self._fit, self._run, self._agent, steps=steps)
             self._agent.begin()
             try:
                 asked = Launch(
@@ -179,7 +193,7 @@ class Epochs:
                     before=shrunk,
                     again=self._again,
                 )
-                return run_attempt(self._fit, asked, epoch.ends)
+                return self._attempt(self._fit, asked, epoch.ends)
             except (RankFailed, NodeLeft) as failed:
                 print(f"meshwright: {lines(str(failed))}", file=sys.stderr)
                 self._regroup(failed)
@@ -231,7 +245,8 @@ class Epochs:
         if agent.roster.is_member:
             return
         self._print_notice(f"node {agent.roster.agent.node} waits as a spare")
-        self._warm()
+        if not self._is_script:  # whose ranks are started afresh
+            self._warm()
         agent.wait_as_spare(self._end_spare)
         self._run = self._run.model_copy(update={"resume": True, "or_start": True})
 
@@ -261,14 +276,16 @@ class Epochs:
             event for event in events(self._run.output) if isinstance(event, Attempt | AttemptEnded)
         )
         *_, last = (None, *attempts)
-        is_in_time = isinstance(last, AttemptEnded) and last.stopped == "max_seconds"
+        wanted: tuple[str, ...] = ("max_seconds", *(["steps"] if self._is_script else []))
+        is_in_time = isinstance(last, AttemptEnded) and last.stopped in wanted
         is_left_out = self._agent.roster.agent.start in self._agent.epoch.excluded
         notice = f"this node was a spare: {over}"
-        if done < self._run.steps and not is_in_time and not is_left_out:
-            raise LaunchError(
-                f"{notice}; {f'step {done}' if done else 'nothing'} is saved of {self._run.steps} "
-                "steps; start the run again with --resume --or-start"
-            )
+        is_done = done >= self._run.steps and not self._is_script
+        if not is_done and not is_in_time and not is_left_out:
+            saved = f"step {done}" if done else "nothing"
+            of = "" if self._is_script else f" of {self._run.steps} steps"
+            again = "" if self._is_script else " with --resume --or-start"
+            raise LaunchError(f"{notice}; {saved} is saved{of}; start the run again{again}")
         self._print_notice(notice)
 
     def _regroup(self, failed: RankFailed | NodeLeft) -> None:
@@ -445,9 +462,19 @@ class ScaleUp:
     """Decision of an epoch's lead to end the epoch so that more nodes can join."""
 
     def __init__(
-        self, planned: LaunchablePlan, fit: LaunchablePlan, run: LaunchRun, agent: NodeAgent
+        self,
+        planned: LaunchablePlan,
+        fit: LaunchablePlan,
+        run: LaunchRun,
+        agent: NodeAgent,
+        *,
+        steps: float | None = None,
     ) -> None:
-        """The epoch trains by the plan `fit`; the run was started with `planned`."""
+        """The epoch trains by the plan `fit`; the run was started with `planned`.
+
+        `steps` are infinitely many where a script does not tell them.
+        """
+        self._steps = run.steps if steps is None else steps
         self._planned, self._fit, self._run, self._agent = planned, fit, run, agent
         self._next_s, self._begin_s = 0.0, time.monotonic()
         self.asked = False
@@ -475,16 +502,19 @@ class ScaleUp:
         if larger is None or newest is None or start_s is None:
             return
         nodes, larger_s = larger
-        left_s = (self._run.steps - newest.step) * newest.step_s
+        left_s = (self._steps - newest.step) * newest.step_s
         if not growth.pays(
             left_s=left_s, step_s=self._step_s, larger_step_s=larger_s, cost_s=start_s
         ):
             return
         self.asked, self.nodes = True, nodes
-        self.why = (
-            f"{nodes - len(epoch.members)} more nodes are there, and save "
-            f"{seconds_text(left_s * (1 - larger_s / self._step_s))} of {seconds_text(left_s)}"
+        saved = 1 - larger_s / self._step_s
+        gain = (
+            f"{100 * saved:.0f} % of a step"
+            if math.isinf(left_s)
+            else f"{seconds_text(left_s * saved)} of {seconds_text(left_s)}"
         )
+        self.why = f"{nodes - len(epoch.members)} more nodes are there, and save {gain}"
         growth.request_end(self._run.output)
         notice = f"ranks end after the next save, because {self.why}"
         print(f"meshwright: {lines(notice)}", file=sys.stderr)

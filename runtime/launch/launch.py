@@ -62,7 +62,6 @@ from meshwright.runtime.run.telemetry import Telemetry
 
 SAID_S = 3600.0
 """A longer run says before it what share of the time it should train."""
-_GROWS = "to go on on more nodes, ranks have ended after a save"
 
 
 def launch(asked: Launch) -> RunReport | None:
@@ -341,14 +340,14 @@ def _report(
         if "notice" in stopped:
             raise HandedOver(f"a notice ended the run{way_on(ready)}")
         if "grow" in stopped:
-            raise EndsToGrow(_GROWS, output=ready.output)
+            raise EndsToGrow(growth.REASON, output=ready.output)
         return None
     ranks = [RankRecord.model_validate(all_records[rank]) for rank in range(ready.ranks.world)]
     done = ranks[0].first_step + len(ranks[0].step_s) - 1
     ended = ranks[0].stopped
     log_event(ready, AttemptEnded(at_unix_s=unix_now_s(), stopped=ended, after_step=done))
     if ended == "grow":
-        raise EndsToGrow(_GROWS, rest=f", that of step {done}", output=ready.output)
+        raise EndsToGrow(growth.REASON, rest=f", that of step {done}", output=ready.output)
     report = summarise(
         ready.plan,
         orders,

@@ -34,6 +34,7 @@ from meshwright.runtime.engine.engine import Engine
 from meshwright.runtime.engine.engine_state import Stateful, checkpoint_in
 from meshwright.runtime.resilience.heartbeat import Beacon
 from meshwright.runtime.resilience.in_memory_checkpoint import MEASURED, Mirror
+from meshwright.runtime.run import scale_up as growth
 from meshwright.runtime.run.environment import (
     CHECKPOINT_VARIABLE,
     EVERY_VARIABLE,
@@ -185,8 +186,11 @@ class ScriptKeeper:
             if self._saves:
                 self._beacon.begin_part(step, "save")
                 self._save(step, states)
+            ends = self._saves and _ends_to_grow()
             self._copies = self._saves = False
             self._taken = {}
+            if ends and not self._noticed:
+                raise HandedOver(growth.REASON)
         if self._noticed and self._extra is not None and self._folder is not None:
             raise HandedOver(f"a notice ended the script after step {step}")
         self._beacon.begin_part(step + 1, "step")
@@ -302,6 +306,18 @@ class ScriptKeeper:
                     state_bytes=snapshot.size_bytes,
                 )
             )
+
+
+def _ends_to_grow() -> bool:
+    """Say whether the run goes on on more nodes; all ranks ask where they save."""
+    if not growth.may_be_asked():
+        return False
+    is_joined = dist.is_initialized()
+    leads = not is_joined or dist.get_rank() == 0
+    asked = torch.tensor([int(leads and growth.is_asked())])
+    if is_joined:
+        dist.broadcast(asked, src=0, group=host_group())
+    return bool(asked)
 
 
 def _is_iterable(value: object) -> bool:

@@ -99,9 +99,7 @@ def adopt(folder: Path, *, say: Say) -> Path | None:
     return saved
 
 
-def _save_patiently(
-    left: LeftCopies, folder: Path, *, say: Say
-) -> tuple[Path | None, str | None]:
+def _save_patiently(left: LeftCopies, folder: Path, *, say: Say) -> tuple[Path | None, str | None]:
     """Write left copies as `save_newest` does; a disk that is full now may have room soon."""
     until_s = time.monotonic() + ROOM_S
     while True:
