@@ -118,6 +118,13 @@ def run(
             "--scale-up-after", help="With --elastic: seconds until a run that lost nodes grows"
         ),
     ] = SCALE_UP_AFTER_S,
+    replace_stragglers: Annotated[
+        bool,
+        typer.Option(
+            "--replace-stragglers",
+            help="With --elastic: let a spare take the place of a node with a slow rank",
+        ),
+    ] = False,
     profile: ProfileOption = None,
     where: Where = HERE,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print that job only")] = False,
@@ -143,6 +150,7 @@ def run(
         checkpoint=checkpoint,
         checkpoint_every=checkpoint_every,
         scale_up_after=scale_up_after,
+        replace_stragglers=replace_stragglers,
         profile=profile,
         where=where,
         dry_run=dry_run,

@@ -70,6 +70,8 @@ def launch(
         raise DocumentError("replan", "continues from checkpoints: add --checkpoint FOLDER")
     if elastic and run.checkpoint is None:
         raise DocumentError("elastic", "continues from checkpoints: add --checkpoint FOLDER")
+    if run.replace_stragglers and not elastic:
+        raise DocumentError("replace-stragglers", "needs spares: add --elastic")
     more: dict[str, Any] = {
         "replan": replan,
         "elastic": elastic,

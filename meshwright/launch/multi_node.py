@@ -28,12 +28,20 @@ from meshwright.launch.launchable_plan import LaunchablePlan
 from meshwright.launch.replan import leave_out
 from meshwright.planner.costs.predict import predict
 from meshwright.planner.documents.cluster import ClusterSpec
-from meshwright.planner.documents.events import Attempt, AttemptEnded, Decision, Incident, Reaction
+from meshwright.planner.documents.events import (
+    Attempt,
+    AttemptEnded,
+    Decision,
+    Drift,
+    Incident,
+    Paced,
+    Reaction,
+)
 from meshwright.planner.documents.units import seconds_text
 from meshwright.planner.errors import HandedOver, LaunchError, MeshwrightError
 from meshwright.planner.errors.shown import lines
 from meshwright.planner.system.safe_files import folder_within
-from meshwright.runtime.launch.failure_report import MOST_EVIDENCE, RankFailed
+from meshwright.runtime.launch.failure_report import MOST_EVIDENCE, RankFailed, RankSlow
 from meshwright.runtime.launch.fork_client import Zygote
 from meshwright.runtime.launch.launch_config import Launch
 from meshwright.runtime.launch.preflight import (
@@ -48,6 +56,7 @@ from meshwright.runtime.resilience.node_agent import NodeAgent, RunOver, agent_o
 from meshwright.runtime.resilience.replication import KeptCopies, Pairing, partner_places
 from meshwright.runtime.resilience.shared_memory import Slots
 from meshwright.runtime.resilience.state_rescue import saved_step
+from meshwright.runtime.resilience.straggler_detector import SHARE
 from meshwright.runtime.run import scale_up as growth
 from meshwright.runtime.run.authenticated_channel import without_secret
 from meshwright.runtime.run.launch_options import LaunchRun
@@ -67,6 +76,8 @@ from meshwright.runtime.run.run_folder import (
     newest_record,
 )
 
+START_S = 60.0
+"""Seconds until ranks train, where this run has not measured it on this node."""
 LOOK_S = 1.0
 """Seconds between two looks for nodes that came back."""
 MOST_SAID = 500
@@ -190,6 +201,7 @@ class Epochs:
                     slots=self._means.slots,
                     begun=self._means.keeper.begin,
                     meanwhile=self._scale_up.look,
+                    paced=self._replacement(steps),
                     before=shrunk,
                     again=self._again,
                 )
@@ -200,6 +212,12 @@ class Epochs:
             shrunk, self._again = None, True
             goes_on = {"resume": True, "or_start": True}
             self._run = self._run.model_copy(update=goes_on)
+
+    def _replacement(self, steps: float) -> Callable[[Drift | Paced], None] | None:
+        """Return what looks whether a spare takes this node's place, where that is asked for."""
+        if not self._run.replace_stragglers:
+            return None
+        return StragglerReplacement(self._run, self._agent, steps=steps).look
 
     def adopt(self, epoch: Epoch) -> None:
         """Go by an epoch's plan, on the devices that are left."""
@@ -324,6 +342,9 @@ class Epochs:
             without = self._node_of(end.rank, last)
             proposal, without = self._without_device(proposal, without, end)
         members = proposal.members(self._planned.nodes, without=without)
+        if end.cause == "straggler" and len(members) < len(last.members):
+            without = None  # the spare is gone, and slow is better than fewer
+            members = proposal.members(self._planned.nodes)
         if not members:
             raise failed
         self._write_incident(end, proposal, failed, at_unix_s)
@@ -539,6 +560,54 @@ class ScaleUp:
     @functools.cached_property
     def _planned_step_s(self) -> float:
         return _predicted_step_s(self._planned)
+
+
+class StragglerReplacement:
+    """Decision of a node with a slow rank that a spare takes its place.
+
+    gained = steps left (seconds of the slow rank - seconds of the others) > TIMES cost
+    """
+
+    def __init__(self, run: LaunchRun, agent: NodeAgent, *, steps: float) -> None:
+        """`steps` are infinitely many where a script does not tell them."""
+        self._run, self._agent, self._steps = run, agent, steps
+        self._slow: dict[int, Drift] = {}
+        """Ranks that are slow, as was said of them."""
+
+    def look(self, event: Drift | Paced) -> None:
+        """Take notice of the pace of ranks; raise RankSlow where another node should have one."""
+        if isinstance(event, Drift):
+            if event.rank is not None and event.cause.startswith("straggler"):
+                self._slow[event.rank] = event
+                self._replace_if_it_pays(event, event.after_step)
+            return
+        for part in event.ranks:
+            slow = self._slow.get(part.rank)
+            if slow is None:
+                continue
+            now_s = part.data_s if slow.cause == "straggler: data" else part.work_s
+            if now_s is None or now_s - slow.predicted_s <= SHARE * part.step_s:
+                del self._slow[part.rank]  # it is well again
+            else:
+                self._replace_if_it_pays(slow, event.after_step)
+
+    def _replace_if_it_pays(self, slow: Drift, step: int) -> None:
+        assert self._run.output is not None
+        if not self._agent.spares():
+            return
+        cost_s = account_of(self._run.output).start_s or START_S
+        left = self._steps - step
+        gain_s = left * (slow.measured_s - slow.predicted_s)
+        if gain_s <= growth.TIMES * cost_s:
+            return
+        each = seconds_text(slow.measured_s - slow.predicted_s)
+        gain = f"{each} of each step" if math.isinf(left) else seconds_text(gain_s)
+        raise RankSlow(
+            f"{slow.text}; a spare that takes its node's place should cost {seconds_text(cost_s)} "
+            f"and the steps since the last copy, and save {gain}",
+            output=self._run.output,
+            end=RankEnd(cause="straggler", rank=slow.rank or 0, after_step=step),
+        )
 
 
 def _predicted_step_s(fit: LaunchablePlan) -> float:

@@ -50,6 +50,7 @@ def run_script(
     checkpoint: str | None = None,
     checkpoint_every: int | None = None,
     scale_up_after: float = SCALE_UP_AFTER_S,
+    replace_stragglers: bool = False,
     profile: str | None = None,
     where: Where = HERE,
     dry_run: bool = False,
@@ -92,6 +93,10 @@ def run_script(
     }
     if scale_up_after != SCALE_UP_AFTER_S:
         more["scale_up_after"] = scale_up_after
+    if replace_stragglers:
+        if not elastic:
+            raise DocumentError("replace-stragglers", "needs spares: add --elastic")
+        more["replace_stragglers"] = True
     if where.on != "local":
         if profile is not None:
             raise DocumentError("profile", "is of these machines, where no job runs; leave it out")
@@ -127,6 +132,7 @@ def run_script(
                 checkpoint_every=checkpoint_every,
                 output=folder,
                 scale_up_after=scale_up_after,
+                replace_stragglers=replace_stragglers,
             )
             fit = _with_figures(wanted, plan_path, profile)
             done = _on_nodes(fit, run, script, arguments, node_rank, say=print_line, quiet=quiet)

@@ -32,6 +32,7 @@ from meshwright.runtime.launch.failure_report import (
     MemoryUse,
     RankFailed,
     RanksHang,
+    RankSlow,
     bad_end,
     incident,
     log_event,
@@ -268,7 +269,7 @@ def _supervise(
                 start_s=start_s,
                 alone=rendezvous.node_rank.nodes == 1,
             )
-            looks.pace = Pace(ready, shown, seen, asked.prediction, most)
+            looks.pace = Pace(ready, shown, seen, asked.prediction, most, asked.paced)
         saved = checkpoint.progress(ready.resumed).step if ready.resumed else 0
         before = run.steps_of_events(ready.output, after=saved) if asked.slots is not None else ()
         shown.follow(run.metrics_file(ready.output), before)
@@ -286,7 +287,7 @@ def _supervise(
                 zygote=asked.zygote,
                 refresh=looks,
             )
-        except RanksHang as error:
+        except (RanksHang, RankSlow) as error:
             write_incident(ready, error, after_step=looks.after_step)
             raise
         except NodeLeft as error:

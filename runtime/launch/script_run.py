@@ -31,6 +31,7 @@ from meshwright.planner.documents.events import (
     AttemptEnded,
     CopyInterval,
     Decision,
+    Drift,
     PhaseDone,
     StepRecord,
     events_of,
@@ -46,6 +47,7 @@ from meshwright.runtime.launch.failure_report import (
     EndsToGrow,
     RankFailed,
     RanksHang,
+    RankSlow,
     bad_end,
     hung,
     log_event,
@@ -53,6 +55,7 @@ from meshwright.runtime.launch.failure_report import (
 )
 from meshwright.runtime.launch.launch_config import Launch
 from meshwright.runtime.launch.memory_growth import MemoryGrowth
+from meshwright.runtime.launch.monitor import PACE_S
 from meshwright.runtime.launch.preflight import (
     LocalRanks,
     check_devices,
@@ -64,6 +67,7 @@ from meshwright.runtime.resilience.hang_detector import HangWatch
 from meshwright.runtime.resilience.heartbeat import BEACONS, Beacons, beacons
 from meshwright.runtime.resilience.shared_memory import CopyContext, Slots
 from meshwright.runtime.resilience.state_rescue import adopt, rescue, saved_step
+from meshwright.runtime.resilience.straggler_detector import DriftWatch
 from meshwright.runtime.run import preemption as notice
 from meshwright.runtime.run import run_folder as run
 from meshwright.runtime.run import scale_up as growth
@@ -382,7 +386,7 @@ def _attempt(
     started: _Started, node_rank: NodeRank, progress: _ScriptProgress, say: Callable[[str], None]
 ) -> None:
     """Run the ranks of all nodes once to their end.  Raises _Ended where one ended badly."""
-    ranks, watch = started.ranks, _Watch(started, progress, alone=node_rank.nodes == 1)
+    ranks, watch = started.ranks, _ScriptWatch(started, progress, alone=node_rank.nodes == 1)
     if started.survival.elastic:
         log_event(started, _begun(started))
     try:
@@ -410,7 +414,7 @@ def _log_of(started: _Started, bad: BadEnd) -> str:
 
 
 def _supervise(
-    started: _Started, node_rank: NodeRank, watch: _Watch, say: Callable[[str], None]
+    started: _Started, node_rank: NodeRank, watch: _ScriptWatch, say: Callable[[str], None]
 ) -> BadEnd | None:
     """Run this node's ranks with those of all nodes to their end; return a bad one."""
     folder, ranks, agent = started.folder, started.ranks, watch.agent
@@ -484,7 +488,7 @@ def _hand_over(started: _Started, after_step: int) -> None:
         )
 
 
-class _Watch:
+class _ScriptWatch:
     """Work of a launcher while the ranks of a script run."""
 
     def __init__(
@@ -501,7 +505,9 @@ class _Watch:
         self._seen: Beacons | None = None
         self._hangs: HangWatch | None = None
         self._memory = MemoryGrowth()
+        self._drift = DriftWatch(started.plan, started.ranks.devices, None)
         self._begin_s = time.monotonic()
+        self._next_s = 0.0
         self._first = 0
         self._done = 0
 
@@ -551,10 +557,24 @@ class _Watch:
         processes = {rank: places[at].process for rank, at in started.ranks.devices.items()}
         for growing in self._memory.look(processes, left_s=math.inf, now_s=time.monotonic()):
             self.progress.say(f"warning: {growing.text}")
+        if time.monotonic() > self._next_s:
+            self._next_s = time.monotonic() + PACE_S
+            self._look_at_pace(self._seen)
         if self._asked is not None:
             self._look_at_nodes(self._asked)
         if waiting := self._hangs.look():
             raise hung(started, waiting, after_step=self.after_step)
+
+    def _look_at_pace(self, seen: Beacons) -> None:
+        """Say which ranks are slower than others with equal work."""
+        local = seen.paces()
+        paces = {rank: local[at] for rank, at in self._started.ranks.devices.items()}
+        for event in self._drift.look((), paces, self.after_step):
+            log_event(self._started, event)
+            if isinstance(event, Drift):
+                self.progress.say(f"warning: {event.text}")
+            if self._asked is not None and self._asked.paced is not None:
+                self._asked.paced(event)
 
     def _look_at_nodes(self, asked: Launch) -> None:
         """Say when ranks train, and look at what other nodes tell."""
@@ -629,10 +649,10 @@ def run_epoch(
         if asked.before is not None:
             log_event(started, asked.before)
         log_event(started, _begun(started))
-        watch = _Watch(started, progress, alone=node_rank.nodes == 1, asked=asked)
+        watch = _ScriptWatch(started, progress, alone=node_rank.nodes == 1, asked=asked)
         try:
             bad = _supervise(started, node_rank, watch, say)
-        except RanksHang as error:
+        except (RanksHang, RankSlow) as error:
             write_incident(started, error, after_step=watch.after_step)
             raise
         except NodeLeft as error:

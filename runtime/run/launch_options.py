@@ -74,6 +74,10 @@ class LaunchRun(Part):
         default=None, description="Send figures to this OTLP endpoint (http://...)"
     )
     output: Path | None = Field(default=None, description="Folder of logs and metrics")
+    replace_stragglers: bool = Field(
+        default=False,
+        description="With --elastic: let a spare take the place of a node with a slow rank",
+    )
     scale_up_after: Amount = Field(
         default=SCALE_UP_AFTER_S,
         description="With --elastic: seconds until a run that lost nodes grows again",
