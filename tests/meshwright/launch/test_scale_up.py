@@ -13,7 +13,7 @@ import pytest
 from meshwright.launch import multi_node
 from meshwright.launch.fallback_plans import FallbackPlan, FallbackPlans
 from meshwright.launch.launchable_plan import LaunchablePlan
-from meshwright.launch.multi_node import StragglerReplacement, ScaleUp
+from meshwright.launch.multi_node import ScaleUp, StragglerReplacement
 from meshwright.planner.documents.document import write
 from meshwright.planner.documents.events import Drift, Paced, PhaseDone, RankPart, StepRecord
 from meshwright.runtime.launch.failure_report import RankSlow
