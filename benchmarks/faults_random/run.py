@@ -180,20 +180,21 @@ KINDS = (
     Kind("demo-4m", 2, ("zero=3",)),
     Kind("train.py", 1, sleep_s=SCRIPT_S),
     Kind("train.py", 2, sleep_s=SCRIPT_S),
+    Kind("train.py", 2, sleep_s=SCRIPT_S, spare=True),
 )
 # Scripts and one node come twice, as they have most faults of their own.
-ORDER = (0, 8, 2, 5, 1, 4, 8, 3, 6, 7, 0, 9, 4, 8, 2, 1, 5, 3, 9, 0)
+ORDER = (0, 8, 2, 5, 10, 4, 8, 3, 6, 7, 0, 9, 4, 10, 2, 1, 5, 3, 9, 0)
 
 
 def command(*words: str) -> list[str]:
     return [sys.executable, "-m", "meshwright", *words]
 
 
-def environment(folder: Path, **more: str) -> dict[str, str]:
+def environment(folder: Path, root: Path = ROOT, **more: str) -> dict[str, str]:
     inside = folder / "inside"
     inside.mkdir(exist_ok=True)
     shutil.copyfile(INSIDE, inside / "sitecustomize.py")
-    path = os.pathsep.join([str(inside), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(inside), str(root), os.environ.get("PYTHONPATH", "")])
     rest = {name: value for name, value in os.environ.items() if not name.startswith("FAULTS_")}
     return {
         **rest,
@@ -208,8 +209,11 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
 class Lab:
     """A folder with models, data, plans and runs that nobody disturbed."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, root: Path = ROOT) -> None:
+        """Runs with faults have the program of `root`; what they are compared with never has."""
+        self.folder, self.root = folder, root
+        self.faults: tuple[str, ...] = tuple(FAULTS)
+        """Names of the faults that come."""
         (folder / "own.py").write_text(OWN)
         (folder / "train.py").write_text(TRAIN)
         rng = random.Random(0)
@@ -395,11 +399,11 @@ class Run:
             spread += ["--rendezvous", f"127.0.0.1:{self._port}"]
         common = ["--elastic"] if self.disturbed else []
         common += ["--checkpoint", str(self.saves), "--checkpoint-every", str(SAVE_EVERY)]
+        common += ["--scale-up-after", "5"] if self.disturbed else []
         common += ["-o", str(self.output), *spread]
         if self.kind.what == "train.py":
             return ["run", "--plan", plan, *common, str(self.folder / "train.py"), str(self.steps)]
         words = ["launch", plan, "--data", str(self.data), "--steps", str(self.steps), *common]
-        words += ["--scale-up-after", "5"] if self.disturbed else []
         words += ["--trust-code"] if self.kind.what.startswith("own") else []
         return words + (["--resume", "--or-start"] if self.resumes else [])
 
@@ -417,6 +421,7 @@ class Run:
                 cwd=self.folder,
                 env=environment(
                     self.folder,
+                    self.lab.root if self.disturbed else ROOT,
                     FAULTS_RUN=self.name,
                     FAULTS_FOLDER=str(self.folder),
                     FAULTS_SLEEP_S=str(self.kind.sleep_s if self.disturbed else 0.0),
@@ -597,7 +602,7 @@ class Run:
 
     def _do_fault(self) -> bool:
         """Do one of the faults that are possible now; say whether it was done."""
-        names = [name for name in FAULTS if FAULTS[name][0](self)]
+        names = [name for name in self.lab.faults if FAULTS[name][0](self)]
         weights = [FAULTS[name][1] for name in names]
         name = self.rng.choices(names, weights)[0]
         detail = FAULTS[name][2](self)
@@ -801,7 +806,7 @@ class Run:
         names = [(str(self.plan_path), 0, devices)]
         for _, after, count in chain:
             file = self.plan_path
-            if count != devices and self.kind.what != "train.py":
+            if count != devices:
                 books = sorted(self.saves.rglob(f"plan-for-{count}.yaml"))
                 if not books:
                     self.problems.append(f"no file of the plan for {count} devices")
@@ -882,10 +887,52 @@ def _leave(number: int, frame: object) -> None:
     raise SystemExit(128 + number)
 
 
-def main() -> int:
+def play_run(lab: Lab, number: int, *, seed: int, faults: int) -> tuple[Run, str, float]:
+    """Play one run; return it with how its losses were compared, and its seconds."""
+    kind = KINDS[ORDER[number % len(ORDER)]]
+    room = lab.folder / f"run-{number:03}"
+    (room / "disk").mkdir(parents=True)
+    mounted = (
+        number % 3 == 2
+        and not subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=400m", "tmpfs", str(room / "disk")],
+            check=False,
+            capture_output=True,
+        ).returncode
+    )
+    run = Run(lab, kind, room, seed=seed, steps=kind.steps)
+    begin_s = time.monotonic()
+    compared = ""
+    try:
+        run.play(faults)
+        if not run.problems:
+            compared = run.compare()
+    except Exception as error:  # the others are played
+        run.problems.append(f"{type(error).__name__}: {error}")
+    took_s = time.monotonic() - begin_s
+    print(f"run {number}: {kind.name}, {took_s:.0f} s, {run.starts} starts, {compared}")
+    for done in run.done:
+        print(f"    step {done.step:3}: {done.name}")
+    print(f"    lost {run.lost}, statuses {run.statuses}")
+    for problem in run.problems:
+        print(f"  WRONG {problem}")
+    sys.stdout.flush()
+    if mounted:
+        subprocess.run(["umount", "-l", str(room / "disk")], check=False)
+    return run, compared, took_s
+
+
+def take_signals() -> None:
+    """End by SIGTERM and Ctrl-C with all processes of the run.
+
+    A shell's background jobs inherit an ignored interrupt; launches at a terminal do not.
+    """
     signal.signal(signal.SIGTERM, _leave)
-    # A shell's background jobs inherit an ignored interrupt; launches at a terminal do not.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def main() -> int:
+    take_signals()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=15)
     parser.add_argument("--faults", type=int, default=5, help="at most, in each")
@@ -899,39 +946,11 @@ def main() -> int:
     numbers = [args.only] if args.only is not None else range(args.begin, args.begin + args.runs)
     for number in numbers:
         seed = 1000 * args.seed + number
-        kind = KINDS[ORDER[number % len(ORDER)]]
-        room = folder / f"run-{number:03}"
-        (room / "disk").mkdir(parents=True)
-        mounted = (
-            number % 3 == 2
-            and not subprocess.run(
-                ["mount", "-t", "tmpfs", "-o", "size=400m", "tmpfs", str(room / "disk")],
-                check=False,
-                capture_output=True,
-            ).returncode
-        )
-        run = Run(lab, kind, room, seed=seed, steps=kind.steps)
-        begin_s = time.monotonic()
-        compared = ""
-        try:
-            run.play(random.Random(seed).randint(max(1, args.faults - 2), args.faults))
-            if not run.problems:
-                compared = run.compare()
-        except Exception as error:  # the others are played
-            run.problems.append(f"{type(error).__name__}: {error}")
-        took_s = time.monotonic() - begin_s
+        count = random.Random(seed).randint(max(1, args.faults - 2), args.faults)
+        run, compared, took_s = play_run(lab, number, seed=seed, faults=count)
         table.rows.append((number, run, compared, took_s))
-        print(f"run {number}: {kind.name}, {took_s:.0f} s, {run.starts} starts, {compared}")
-        for done in run.done:
-            print(f"    step {done.step:3}: {done.name}")
-        print(f"    lost {run.lost}, statuses {run.statuses}")
-        for problem in run.problems:
-            print(f"  WRONG {problem}")
-        sys.stdout.flush()
-        if mounted:
-            subprocess.run(["umount", "-l", str(room / "disk")], check=False)
         if not run.problems and not args.keep:
-            shutil.rmtree(room, ignore_errors=True)
+            shutil.rmtree(run.folder, ignore_errors=True)
     print(table.text())
     wrong = any(run.problems for _, run, _, _ in table.rows)
     if not wrong and not args.keep:

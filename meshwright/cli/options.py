@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from meshwright.api.option_words import flag
-from meshwright.planner.documents.document import Part
+from meshwright.planner.documents.document import Part, first_error
+from meshwright.planner.errors import DocumentError
 
 
 class Precision(StrEnum):
@@ -357,7 +359,12 @@ def with_records(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def run(**values: Any) -> None:
         for name, record in records.items():
-            values[name] = record(**{field: values.pop(field) for field in record.model_fields})
+            fields = {field: values.pop(field) for field in record.model_fields}
+            try:
+                values[name] = record(**fields)
+            except ValidationError as error:
+                wrong = first_error(error)
+                raise DocumentError(wrong.path.replace("_", "-"), wrong.message) from None
         command(**values)
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

@@ -23,7 +23,7 @@ from meshwright.cli.options import (
     with_records,
 )
 from meshwright.planner.errors import DocumentError
-from meshwright.runtime.run.launch_options import HERE, LaunchRun, Where
+from meshwright.runtime.run.launch_options import HERE, SCALE_UP_AFTER_S, LaunchRun, Where
 
 if TYPE_CHECKING:
     from meshwright.launch.schedulers import Submission
@@ -112,6 +112,19 @@ def run(
         int | None,
         typer.Option("--checkpoint-every", help="Steps; default: where the least is lost"),
     ] = None,
+    scale_up_after: Annotated[
+        float,
+        typer.Option(
+            "--scale-up-after", help="With --elastic: seconds until a run that lost nodes grows"
+        ),
+    ] = SCALE_UP_AFTER_S,
+    replace_stragglers: Annotated[
+        bool,
+        typer.Option(
+            "--replace-stragglers",
+            help="With --elastic: let a spare take the place of a node with a slow rank",
+        ),
+    ] = False,
     profile: ProfileOption = None,
     where: Where = HERE,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print that job only")] = False,
@@ -136,6 +149,8 @@ def run(
         elastic=elastic,
         checkpoint=checkpoint,
         checkpoint_every=checkpoint_every,
+        scale_up_after=scale_up_after,
+        replace_stragglers=replace_stragglers,
         profile=profile,
         where=where,
         dry_run=dry_run,

@@ -192,7 +192,7 @@ def copy_bytes(fit: LaunchablePlan) -> float:
 def copies_rescued(slots: Slots, folder: Path | None, *, quiet: bool) -> Iterator[None]:
     """Have the newest state on disk, whatever ends a run; an error then names the saved state."""
     from meshwright.runtime.launch.failure_report import RunEnded, saved_text  # noqa: PLC0415 - the runtime
-    from meshwright.runtime.resilience.state_rescue import rescue  # noqa: PLC0415
+    from meshwright.runtime.resilience.state_rescue import delete_older_copies, rescue  # noqa: PLC0415
 
     def print_notice(text: str) -> None:
         if not quiet:
@@ -205,3 +205,5 @@ def copies_rescued(slots: Slots, folder: Path | None, *, quiet: bool) -> Iterato
         if saved is not None and isinstance(error, RunEnded):
             error.saved = saved_text(folder)
         raise
+    if folder is not None:
+        delete_older_copies(folder)

@@ -70,6 +70,8 @@ def launch(
         raise DocumentError("replan", "continues from checkpoints: add --checkpoint FOLDER")
     if elastic and run.checkpoint is None:
         raise DocumentError("elastic", "continues from checkpoints: add --checkpoint FOLDER")
+    if run.replace_stragglers and not elastic:
+        raise DocumentError("replace-stragglers", "needs spares: add --elastic")
     more: dict[str, Any] = {
         "replan": replan,
         "elastic": elastic,
@@ -117,7 +119,7 @@ def _launch_here(
     shrunk: Decision | None = None
     if (replan or elastic) and (left := fit.remaining(node_rank)) is not None:
         given, fit, run = fit, fallback(fit, left, run, quiet=quiet), goes_on
-        shrunk = _shrunk(given, left, fit, node_rank, quiet=quiet)
+        shrunk = shrink_record(given, left, fit, node_rank, quiet=quiet)
     if elastic and node_rank.nodes > 1 and not dry_run:
         from meshwright.launch.multi_node import on_nodes  # noqa: PLC0415 - the runtime
 
@@ -161,7 +163,7 @@ def _launch_here(
                 stop_if_preempted(noticed, failed)
 
 
-def _shrunk(
+def shrink_record(
     given: LaunchablePlan, left: int, fit: LaunchablePlan, node_rank: NodeRank, *, quiet: bool
 ) -> Decision:
     """Return and report why a run begins under another plan than the given one."""

@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from meshwright.launch.attempt import (
-    LaunchResult,
     copies_rescued,
     copy_bytes,
     log_decision,
@@ -28,12 +28,20 @@ from meshwright.launch.launchable_plan import LaunchablePlan
 from meshwright.launch.replan import leave_out
 from meshwright.planner.costs.predict import predict
 from meshwright.planner.documents.cluster import ClusterSpec
-from meshwright.planner.documents.events import Attempt, AttemptEnded, Decision, Incident, Reaction
+from meshwright.planner.documents.events import (
+    Attempt,
+    AttemptEnded,
+    Decision,
+    Drift,
+    Incident,
+    Paced,
+    Reaction,
+)
 from meshwright.planner.documents.units import seconds_text
 from meshwright.planner.errors import HandedOver, LaunchError, MeshwrightError
 from meshwright.planner.errors.shown import lines
 from meshwright.planner.system.safe_files import folder_within
-from meshwright.runtime.launch.failure_report import MOST_EVIDENCE, RankFailed
+from meshwright.runtime.launch.failure_report import MOST_EVIDENCE, RankFailed, RankSlow
 from meshwright.runtime.launch.fork_client import Zygote
 from meshwright.runtime.launch.launch_config import Launch
 from meshwright.runtime.launch.preflight import (
@@ -48,6 +56,7 @@ from meshwright.runtime.resilience.node_agent import NodeAgent, RunOver, agent_o
 from meshwright.runtime.resilience.replication import KeptCopies, Pairing, partner_places
 from meshwright.runtime.resilience.shared_memory import Slots
 from meshwright.runtime.resilience.state_rescue import saved_step
+from meshwright.runtime.resilience.straggler_detector import SHARE
 from meshwright.runtime.run import scale_up as growth
 from meshwright.runtime.run.authenticated_channel import without_secret
 from meshwright.runtime.run.launch_options import LaunchRun
@@ -67,11 +76,17 @@ from meshwright.runtime.run.run_folder import (
     newest_record,
 )
 
+START_S = 60.0
+"""Seconds until ranks train, where this run has not measured it on this node."""
 LOOK_S = 1.0
 """Seconds between two looks for nodes that came back."""
 MOST_SAID = 500
 """Largest number of characters of a launcher's report on an end, which all agents get twice a
 second."""
+
+
+AttemptOnNodes = Callable[[LaunchablePlan, Launch, Sequence[RankEnd]], Any]
+"""Trains by a plan in one epoch; `Launch` is what this node has for it."""
 
 
 def on_nodes(
@@ -80,11 +95,14 @@ def on_nodes(
     node_rank: NodeRank,
     shrunk: Decision | None,
     *,
+    attempt: AttemptOnNodes = run_attempt,
+    is_script: bool = False,
     quiet: bool,
-) -> LaunchResult | None:
+) -> Any:
     """Train on the nodes that are there, one epoch after another; what the lead has is returned.
 
     Nodes beyond those of the plan are spares.  `shrunk` is why its plan is not the given one.
+    Each epoch is an `attempt`; a script's steps are not known before.
     """
     assert run.checkpoint is not None
     folder = run.checkpoint.absolute()
@@ -107,7 +125,10 @@ def on_nodes(
             means = NodeResources(
                 agent=agent, copies=copies, zygote=zygote, slots=slots, keeper=keeper
             )
-            return Epochs(fit, run, means, signals, quiet=quiet).run(shrunk)
+            epochs = Epochs(
+                fit, run, means, signals, attempt=attempt, is_script=is_script, quiet=quiet
+            )
+            return epochs.run(shrunk)
 
 
 def _teller(*, quiet: bool) -> Callable[[str], None]:
@@ -141,8 +162,11 @@ class Epochs:
         means: NodeResources,
         signals: list[int],
         *,
+        attempt: AttemptOnNodes = run_attempt,
+        is_script: bool = False,
         quiet: bool,
     ) -> None:
+        self._attempt, self._is_script = attempt, is_script
         self._planned = self._fit = fit
         self._run, self._means, self._agent = run, means, means.agent
         self._signals, self._quiet = signals, quiet
@@ -151,7 +175,7 @@ class Epochs:
         self._again = False
         """Ranks of this command ran before."""
 
-    def run(self, shrunk: Decision | None) -> LaunchResult | None:
+    def run(self, shrunk: Decision | None) -> Any:
         """Train until the run is over; the first epoch has `shrunk` before it."""
         while True:
             try:
@@ -162,7 +186,8 @@ class Epochs:
             epoch = self._agent.epoch
             self.adopt(epoch)
             self._pair(epoch)
-            self._scale_up = ScaleUp(self._planned, self._fit, self._run, self._agent)
+            steps = math.inf if self._is_script else self._run.steps
+            self._scale_up = ScaleUp(self._planned, self._fit, self._run, self._agent, steps=steps)
             self._agent.begin()
             try:
                 asked = Launch(
@@ -176,16 +201,23 @@ class Epochs:
                     slots=self._means.slots,
                     begun=self._means.keeper.begin,
                     meanwhile=self._scale_up.look,
+                    paced=self._replacement(steps),
                     before=shrunk,
                     again=self._again,
                 )
-                return run_attempt(self._fit, asked, epoch.ends)
+                return self._attempt(self._fit, asked, epoch.ends)
             except (RankFailed, NodeLeft) as failed:
                 print(f"meshwright: {lines(str(failed))}", file=sys.stderr)
                 self._regroup(failed)
             shrunk, self._again = None, True
             goes_on = {"resume": True, "or_start": True}
             self._run = self._run.model_copy(update=goes_on)
+
+    def _replacement(self, steps: float) -> Callable[[Drift | Paced], None] | None:
+        """Return what looks whether a spare takes this node's place, where that is asked for."""
+        if not self._run.replace_stragglers:
+            return None
+        return StragglerReplacement(self._run, self._agent, steps=steps).look
 
     def adopt(self, epoch: Epoch) -> None:
         """Go by an epoch's plan, on the devices that are left."""
@@ -231,7 +263,8 @@ class Epochs:
         if agent.roster.is_member:
             return
         self._print_notice(f"node {agent.roster.agent.node} waits as a spare")
-        self._warm()
+        if not self._is_script:  # whose ranks are started afresh
+            self._warm()
         agent.wait_as_spare(self._end_spare)
         self._run = self._run.model_copy(update={"resume": True, "or_start": True})
 
@@ -261,14 +294,16 @@ class Epochs:
             event for event in events(self._run.output) if isinstance(event, Attempt | AttemptEnded)
         )
         *_, last = (None, *attempts)
-        is_in_time = isinstance(last, AttemptEnded) and last.stopped == "max_seconds"
+        wanted: tuple[str, ...] = ("max_seconds", *(["steps"] if self._is_script else []))
+        is_in_time = isinstance(last, AttemptEnded) and last.stopped in wanted
         is_left_out = self._agent.roster.agent.start in self._agent.epoch.excluded
         notice = f"this node was a spare: {over}"
-        if done < self._run.steps and not is_in_time and not is_left_out:
-            raise LaunchError(
-                f"{notice}; {f'step {done}' if done else 'nothing'} is saved of {self._run.steps} "
-                "steps; start the run again with --resume --or-start"
-            )
+        is_done = done >= self._run.steps and not self._is_script
+        if not is_done and not is_in_time and not is_left_out:
+            saved = f"step {done}" if done else "nothing"
+            of = "" if self._is_script else f" of {self._run.steps} steps"
+            again = "" if self._is_script else " with --resume --or-start"
+            raise LaunchError(f"{notice}; {saved} is saved{of}; start the run again{again}")
         self._print_notice(notice)
 
     def _regroup(self, failed: RankFailed | NodeLeft) -> None:
@@ -307,6 +342,9 @@ class Epochs:
             without = self._node_of(end.rank, last)
             proposal, without = self._without_device(proposal, without, end)
         members = proposal.members(self._planned.nodes, without=without)
+        if end.cause == "straggler" and len(members) < len(last.members):
+            without = None  # the spare is gone, and slow is better than fewer
+            members = proposal.members(self._planned.nodes)
         if not members:
             raise failed
         self._write_incident(end, proposal, failed, at_unix_s)
@@ -445,9 +483,19 @@ class ScaleUp:
     """Decision of an epoch's lead to end the epoch so that more nodes can join."""
 
     def __init__(
-        self, planned: LaunchablePlan, fit: LaunchablePlan, run: LaunchRun, agent: NodeAgent
+        self,
+        planned: LaunchablePlan,
+        fit: LaunchablePlan,
+        run: LaunchRun,
+        agent: NodeAgent,
+        *,
+        steps: float | None = None,
     ) -> None:
-        """The epoch trains by the plan `fit`; the run was started with `planned`."""
+        """The epoch trains by the plan `fit`; the run was started with `planned`.
+
+        `steps` are infinitely many where a script does not tell them.
+        """
+        self._steps = run.steps if steps is None else steps
         self._planned, self._fit, self._run, self._agent = planned, fit, run, agent
         self._next_s, self._begin_s = 0.0, time.monotonic()
         self.asked = False
@@ -475,16 +523,19 @@ class ScaleUp:
         if larger is None or newest is None or start_s is None:
             return
         nodes, larger_s = larger
-        left_s = (self._run.steps - newest.step) * newest.step_s
+        left_s = (self._steps - newest.step) * newest.step_s
         if not growth.pays(
             left_s=left_s, step_s=self._step_s, larger_step_s=larger_s, cost_s=start_s
         ):
             return
         self.asked, self.nodes = True, nodes
-        self.why = (
-            f"{nodes - len(epoch.members)} more nodes are there, and save "
-            f"{seconds_text(left_s * (1 - larger_s / self._step_s))} of {seconds_text(left_s)}"
+        saved = 1 - larger_s / self._step_s
+        gain = (
+            f"{100 * saved:.0f} % of a step"
+            if math.isinf(left_s)
+            else f"{seconds_text(left_s * saved)} of {seconds_text(left_s)}"
         )
+        self.why = f"{nodes - len(epoch.members)} more nodes are there, and save {gain}"
         growth.request_end(self._run.output)
         notice = f"ranks end after the next save, because {self.why}"
         print(f"meshwright: {lines(notice)}", file=sys.stderr)
@@ -509,6 +560,54 @@ class ScaleUp:
     @functools.cached_property
     def _planned_step_s(self) -> float:
         return _predicted_step_s(self._planned)
+
+
+class StragglerReplacement:
+    """Decision of a node with a slow rank that a spare takes its place.
+
+    gained = steps left (seconds of the slow rank - seconds of the others) > TIMES cost
+    """
+
+    def __init__(self, run: LaunchRun, agent: NodeAgent, *, steps: float) -> None:
+        """`steps` are infinitely many where a script does not tell them."""
+        self._run, self._agent, self._steps = run, agent, steps
+        self._slow: dict[int, Drift] = {}
+        """Ranks that are slow, as was said of them."""
+
+    def look(self, event: Drift | Paced) -> None:
+        """Take notice of the pace of ranks; raise RankSlow where another node should have one."""
+        if isinstance(event, Drift):
+            if event.rank is not None and event.cause.startswith("straggler"):
+                self._slow[event.rank] = event
+                self._replace_if_it_pays(event, event.after_step)
+            return
+        for part in event.ranks:
+            slow = self._slow.get(part.rank)
+            if slow is None:
+                continue
+            now_s = part.data_s if slow.cause == "straggler: data" else part.work_s
+            if now_s is None or now_s - slow.predicted_s <= SHARE * part.step_s:
+                del self._slow[part.rank]  # it is well again
+            else:
+                self._replace_if_it_pays(slow, event.after_step)
+
+    def _replace_if_it_pays(self, slow: Drift, step: int) -> None:
+        assert self._run.output is not None
+        if not self._agent.spares():
+            return
+        cost_s = account_of(self._run.output).start_s or START_S
+        left = self._steps - step
+        gain_s = left * (slow.measured_s - slow.predicted_s)
+        if gain_s <= growth.TIMES * cost_s:
+            return
+        each = seconds_text(slow.measured_s - slow.predicted_s)
+        gain = f"{each} of each step" if math.isinf(left) else seconds_text(gain_s)
+        raise RankSlow(
+            f"{slow.text}; a spare that takes its node's place should cost {seconds_text(cost_s)} "
+            f"and the steps since the last copy, and save {gain}",
+            output=self._run.output,
+            end=RankEnd(cause="straggler", rank=slow.rank or 0, after_step=step),
+        )
 
 
 def _predicted_step_s(fit: LaunchablePlan) -> float:

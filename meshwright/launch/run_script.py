@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,10 +19,14 @@ from meshwright.planner.documents.profile import Profiles
 from meshwright.planner.documents.units import file_name
 from meshwright.planner.errors import DocumentError, LaunchError, MeshwrightError
 from meshwright.planner.errors.shown import lines
-from meshwright.runtime.run.launch_options import HERE, LaunchRun, Where
+from meshwright.runtime.run.launch_options import HERE, SCALE_UP_AFTER_S, LaunchRun, Where
 
 if TYPE_CHECKING:
+    from meshwright.launch.launchable_plan import LaunchablePlan
+    from meshwright.runtime.launch.launch_config import Launch
     from meshwright.runtime.launch.script_run import ScriptRun
+    from meshwright.runtime.run.node_rank import NodeRank
+    from meshwright.runtime.run.recovery_policy import RankEnd
     from meshwright.runtime.run.run_report import Comparison
 
 
@@ -45,6 +49,8 @@ def run_script(
     elastic: bool = False,
     checkpoint: str | None = None,
     checkpoint_every: int | None = None,
+    scale_up_after: float = SCALE_UP_AFTER_S,
+    replace_stragglers: bool = False,
     profile: str | None = None,
     where: Where = HERE,
     dry_run: bool = False,
@@ -80,7 +86,17 @@ def run_script(
     wanted = document.read(Plan, plan_path)
     folder = Path(output) if output else Path("runs", file_name(wanted.model.name))
     _check_survival(elastic=elastic, checkpoint=checkpoint, every=checkpoint_every)
-    more = {"elastic": elastic, "checkpoint": checkpoint, "checkpoint_every": checkpoint_every}
+    more: dict[str, object] = {
+        "elastic": elastic,
+        "checkpoint": checkpoint,
+        "checkpoint_every": checkpoint_every,
+    }
+    if scale_up_after != SCALE_UP_AFTER_S:
+        more["scale_up_after"] = scale_up_after
+    if replace_stragglers:
+        if not elastic:
+            raise DocumentError("replace-stragglers", "needs spares: add --elastic")
+        more["replace_stragglers"] = True
     if where.on != "local":
         if profile is not None:
             raise DocumentError("profile", "is of these machines, where no job runs; leave it out")
@@ -91,7 +107,9 @@ def run_script(
     if where.hosts is not None:
         machine = machine_of(wanted.cluster, None)
         command = _command(wanted, plan_path, machine, script, arguments, output, restarts, more)
-        _on_hosts(plan_path, machine, command, where, profile=profile, dry_run=dry_run)
+        _on_hosts(
+            plan_path, machine, command, where, profile=profile, elastic=elastic, dry_run=dry_run
+        )
         return None
     if dry_run:
         raise DocumentError(
@@ -107,11 +125,23 @@ def run_script(
 
     node_rank = where.node_rank()
     devices = _devices(wanted) if node_rank.nodes > 1 else []
+    if elastic and node_rank.nodes > 1:
+        with spooled(Path(checkpoint or "")) as saved:
+            run = LaunchRun(
+                checkpoint=saved,
+                checkpoint_every=checkpoint_every,
+                output=folder,
+                scale_up_after=scale_up_after,
+                replace_stragglers=replace_stragglers,
+            )
+            fit = _with_figures(wanted, plan_path, profile)
+            done = _on_nodes(fit, run, script, arguments, node_rank, say=print_line, quiet=quiet)
+        return _result(wanted, done, measured)
     if node_rank.nodes > 1 and node_rank.nodes != len(devices):
         planned = "1 node" if len(devices) == 1 else f"{len(devices)} nodes"
         raise LaunchError(
             f"the plan is for {planned} ({wanted.cluster}), and {node_rank.source} says that there "
-            f"are {node_rank.nodes}; plan again for what is there"
+            f"are {node_rank.nodes}; plan again for what is there, or add --elastic"
         )
     with spooled(None if checkpoint is None else Path(checkpoint)) as saved:
         done = script_run.run_script(
@@ -130,9 +160,59 @@ def run_script(
             nodes=devices,
             say=print_line,
         )
-    return (
-        None if done is None else ScriptResult(run=done, rows=_comparison(wanted, done, measured))
+    return _result(wanted, done, measured)
+
+
+def _result(wanted: Plan, done: ScriptRun | None, measured: Profiles) -> ScriptResult | None:
+    if done is None:
+        return None
+    return ScriptResult(run=done, rows=_comparison(wanted, done, measured))
+
+
+def _with_figures(wanted: Plan, plan_path: str, profile: str | None) -> LaunchablePlan:
+    """Return a script's plan with what plans for fewer nodes are made from."""
+    from meshwright.launch.launchable_plan import LaunchablePlan  # noqa: PLC0415 - the runtime
+
+    if wanted.model.graph is None:
+        raise LaunchError(
+            f"{plan_path}: has no figures of the script's module, so it cannot be planned for "
+            "fewer nodes; plan it with `meshwright plan SCRIPT.py:MODEL`, or leave out --elastic"
+        )
+    return LaunchablePlan.read(plan_path, profile)
+
+
+def _on_nodes(
+    fit: LaunchablePlan,
+    run: LaunchRun,
+    script: str,
+    arguments: Sequence[str],
+    node_rank: NodeRank,
+    *,
+    say: Callable[[str], None],
+    quiet: bool,
+) -> ScriptRun | None:
+    """Run a script as one of several nodes, of which some may be lost, as `launch` does."""
+    from meshwright.launch.fallback_plans import fallback  # noqa: PLC0415 - the runtime
+    from meshwright.launch.launch import shrink_record  # noqa: PLC0415
+    from meshwright.launch.multi_node import on_nodes  # noqa: PLC0415
+    from meshwright.runtime.launch import script_run  # noqa: PLC0415
+
+    before = None
+    if (left := fit.remaining(node_rank)) is not None:
+        given, fit = fit, fallback(fit, left, run, quiet=quiet)
+        before = shrink_record(given, left, fit, node_rank, quiet=quiet)
+    user_script = script_run.UserScript(path=Path(script), arguments=tuple(arguments))
+
+    def attempt(fit: LaunchablePlan, asked: Launch, ends: Sequence[RankEnd]) -> ScriptRun | None:
+        nodes = _devices_of(fit.machine)
+        return script_run.run_epoch(
+            user_script, replace(asked, plan=fit.path), nodes=nodes, say=say
+        )
+
+    done: ScriptRun | None = on_nodes(
+        fit, run, node_rank, before, attempt=attempt, is_script=True, quiet=quiet
     )
+    return done
 
 
 def _plan_made(
@@ -203,16 +283,17 @@ def _on_hosts(
     where: Where,
     *,
     profile: str | None,
+    elastic: bool,
     dry_run: bool,
 ) -> None:
-    """Run a script on hosts over ssh."""
+    """Run a script on hosts over ssh; those beyond the plan's are spares where it is elastic."""
     from meshwright.launch.ssh import HostCommand, hosts_of, on_hosts  # noqa: PLC0415 - one way needs it
 
     started = HostCommand.of(
         machine,
         command.words(plan_path, *option_words({"profile": profile})),
         (plan_path, *command.files),
-        spares=False,
+        spares=elastic,
         rendezvous=where.rendezvous,
     )
     on_hosts(hosts_of(where.told_hosts), started, dry_run=dry_run)
@@ -220,7 +301,11 @@ def _on_hosts(
 
 def _devices(wanted: Plan) -> list[int]:
     """Return the devices of each node that a plan is for."""
-    groups = machine_of(wanted.cluster, None).groups
+    return _devices_of(machine_of(wanted.cluster, None))
+
+
+def _devices_of(machine: ClusterSpec) -> list[int]:
+    groups = machine.groups
     return [group.devices_per_node for group in groups for _ in range(group.nodes)]
 
 

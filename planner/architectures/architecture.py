@@ -366,12 +366,18 @@ def language_model(config: Config) -> Config | None:
 
     >>> language_model({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}})
     {'model_type': 'gemma3_text'}
+    >>> language_model({"model_type": {}, "text_config": {"model_type": []}}) is None
+    True
     """
     text, kind = config.get("text_config"), config.get("model_type")
-    if kind in _READERS or kind in _SAME_FIGURES or not isinstance(text, Mapping):
+    if _has_figures(kind) or not isinstance(text, Mapping):
         return None
-    inner = text.get("model_type")
-    return text if inner in _READERS or inner in _SAME_FIGURES else None
+    return text if _has_figures(text.get("model_type")) else None
+
+
+def _has_figures(kind: object) -> bool:
+    """Return whether this is a model_type that figures are read of."""
+    return isinstance(kind, str) and (kind in _READERS or kind in _SAME_FIGURES)
 
 
 def _encoder(config: Config, family: str) -> dict[str, Any]:

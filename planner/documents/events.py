@@ -37,6 +37,7 @@ Cause = Literal[
     "not_a_number",
     "corruption",
     "transient",
+    "straggler",
     "program",
     "notice",
     "user",

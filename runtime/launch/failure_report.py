@@ -108,6 +108,10 @@ class RanksHang(RankFailed):
     """Ranks waited for others in vain."""
 
 
+class RankSlow(RankFailed):
+    """All ranks wait for a slow one, and another node is there in its place."""
+
+
 class RankLost(RankFailed):
     """A rank ended as if its device were gone: killed from outside, or by its driver."""
 

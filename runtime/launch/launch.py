@@ -32,6 +32,7 @@ from meshwright.runtime.launch.failure_report import (
     MemoryUse,
     RankFailed,
     RanksHang,
+    RankSlow,
     bad_end,
     incident,
     log_event,
@@ -62,7 +63,6 @@ from meshwright.runtime.run.telemetry import Telemetry
 
 SAID_S = 3600.0
 """A longer run says before it what share of the time it should train."""
-_GROWS = "to go on on more nodes, ranks have ended after a save"
 
 
 def launch(asked: Launch) -> RunReport | None:
@@ -269,7 +269,7 @@ def _supervise(
                 start_s=start_s,
                 alone=rendezvous.node_rank.nodes == 1,
             )
-            looks.pace = Pace(ready, shown, seen, asked.prediction, most)
+            looks.pace = Pace(ready, shown, seen, asked.prediction, most, asked.paced)
         saved = checkpoint.progress(ready.resumed).step if ready.resumed else 0
         before = run.steps_of_events(ready.output, after=saved) if asked.slots is not None else ()
         shown.follow(run.metrics_file(ready.output), before)
@@ -287,7 +287,7 @@ def _supervise(
                 zygote=asked.zygote,
                 refresh=looks,
             )
-        except RanksHang as error:
+        except (RanksHang, RankSlow) as error:
             write_incident(ready, error, after_step=looks.after_step)
             raise
         except NodeLeft as error:
@@ -341,14 +341,14 @@ def _report(
         if "notice" in stopped:
             raise HandedOver(f"a notice ended the run{way_on(ready)}")
         if "grow" in stopped:
-            raise EndsToGrow(_GROWS, output=ready.output)
+            raise EndsToGrow(growth.REASON, output=ready.output)
         return None
     ranks = [RankRecord.model_validate(all_records[rank]) for rank in range(ready.ranks.world)]
     done = ranks[0].first_step + len(ranks[0].step_s) - 1
     ended = ranks[0].stopped
     log_event(ready, AttemptEnded(at_unix_s=unix_now_s(), stopped=ended, after_step=done))
     if ended == "grow":
-        raise EndsToGrow(_GROWS, rest=f", that of step {done}", output=ready.output)
+        raise EndsToGrow(growth.REASON, rest=f", that of step {done}", output=ready.output)
     report = summarise(
         ready.plan,
         orders,

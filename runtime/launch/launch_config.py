@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
-from meshwright.planner.documents.events import Decision, Expected
+from meshwright.planner.documents.events import Decision, Drift, Expected, Paced
 from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.prediction import Prediction
 from meshwright.planner.whatif.pricing.survival import SaveFigures
@@ -60,6 +60,8 @@ class Launch:
     """Ranks of this command ran before, and what was to be said about its request was said."""
     begun: Callable[[], None] | None = None
     """Called after the first step, on the node with rank 0."""
+    paced: Callable[[Drift | Paced], None] | None = None
+    """Called with what is found of the pace of this node's ranks; it may raise RankSlow."""
     meanwhile: Callable[[], None] | None = None
     """Called while ranks run, on the node with rank 0."""
 

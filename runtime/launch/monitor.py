@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from meshwright.planner.documents.events import (
     CopyInterval,
     Drift,
+    Paced,
     PhaseDone,
     SaveFailed,
     StepRecord,
@@ -44,8 +45,10 @@ class Pace:
         seen: Beacons,
         prediction: Prediction | None,
         most: dict[int, int],
+        paced: Callable[[Drift | Paced], None] | None = None,
     ) -> None:
-        """`most` gets the most host memory that each rank has had."""
+        """`most` gets the most host memory that each rank has had, `paced` what is found."""
+        self._paced = paced
         self._ready, self._shown, self._seen, self._most = ready, shown, seen, most
         self._watch = DriftWatch(ready.plan, ready.ranks.devices, prediction)
         self._memory = MemoryGrowth()
@@ -75,6 +78,8 @@ class Pace:
             log_event(self._ready, event)
             if isinstance(event, Drift):
                 self._shown.say.print(f"warning: {event.text}")
+            if self._paced is not None:
+                self._paced(event)
 
     def _look_at_memory(self, processes: Mapping[int, int], now_s: float) -> None:
         """Say which process will have used up the node's memory before the run ends."""

@@ -32,8 +32,9 @@ from meshwright.runtime.core.object_collectives import host_group
 from meshwright.runtime.data.sample_digest import SampleDigest
 from meshwright.runtime.engine.engine import Engine
 from meshwright.runtime.engine.engine_state import Stateful, checkpoint_in
-from meshwright.runtime.resilience.heartbeat import Beacon
+from meshwright.runtime.resilience.heartbeat import Beacon, own_seconds
 from meshwright.runtime.resilience.in_memory_checkpoint import MEASURED, Mirror
+from meshwright.runtime.run import scale_up as growth
 from meshwright.runtime.run.environment import (
     CHECKPOINT_VARIABLE,
     EVERY_VARIABLE,
@@ -85,6 +86,8 @@ class ScriptKeeper:
         self._last_saved = 0
         self._step_s: list[float] = []
         self._ended_s: float | None = None
+        self._begin_own_s = self._between_s = 0.0
+        """Own seconds when the step began, and seconds of the script before it."""
         self._wrote_s: float | None = None
         identity = TrainingIdentity(
             model=engine.plan.model.name,
@@ -175,6 +178,8 @@ class ScriptKeeper:
     def begin_step(self) -> None:
         """Copy or save the state that was due behind the last step."""
         step = self._engine.steps
+        now_s = time.perf_counter()
+        self._between_s = 0.0 if self._ended_s is None else now_s - self._ended_s
         if self._copies or self._saves:
             states = {
                 name: self._taken[name] if name in self._taken else state.state_dict()
@@ -185,16 +190,28 @@ class ScriptKeeper:
             if self._saves:
                 self._beacon.begin_part(step, "save")
                 self._save(step, states)
+            ends = self._saves and _ends_to_grow()
             self._copies = self._saves = False
             self._taken = {}
+            if ends and not self._noticed:
+                raise HandedOver(growth.REASON)
         if self._noticed and self._extra is not None and self._folder is not None:
             raise HandedOver(f"a notice ended the script after step {step}")
         self._beacon.begin_part(step + 1, "step")
+        self._begin_own_s = self._own_s()
+
+    def _own_s(self) -> float:
+        """Seconds of this rank's own work; 0 where a device does it, which says nothing of that."""
+        return own_seconds() if self._engine.device.type == "cpu" else 0.0
 
     def end_step(self, loss: float, step_s: float, *, noticed: bool) -> None:
         """Say what is due, and take the state of what is iterated over."""
         step = self._engine.steps
-        self._beacon.count_step(data_s=0.0, work_s=0.0, whole_s=step_s)
+        self._beacon.count_step(
+            data_s=self._between_s,
+            work_s=self._own_s() - self._begin_own_s,
+            whole_s=self._between_s + step_s,
+        )
         self._beacon.begin_part(step + 1, "batch")
         self._loss, self._noticed = loss, noticed
         ended_s, now_s = self._ended_s, time.perf_counter()
@@ -302,6 +319,18 @@ class ScriptKeeper:
                     state_bytes=snapshot.size_bytes,
                 )
             )
+
+
+def _ends_to_grow() -> bool:
+    """Say whether the run goes on on more nodes; all ranks ask where they save."""
+    if not growth.may_be_asked():
+        return False
+    is_joined = dist.is_initialized()
+    leads = not is_joined or dist.get_rank() == 0
+    asked = torch.tensor([int(leads and growth.is_asked())])
+    if is_joined:
+        dist.broadcast(asked, src=0, group=host_group())
+    return bool(asked)
 
 
 def _is_iterable(value: object) -> bool:

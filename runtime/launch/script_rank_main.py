@@ -46,8 +46,8 @@ def main() -> int:
             print(message, file=sys.stderr)
         report_failure("SystemExit", message, **_place())
         return code
-    except HandedOver:
-        _hand_over()
+    except HandedOver as ended:
+        _hand_over(str(ended))
     except BaseException as error:
         _report_error(error, script)
         return 1
@@ -75,11 +75,12 @@ def _let_state_be_kept() -> list[ScriptKeeper]:
     return keepers
 
 
-def _hand_over() -> None:
+def _hand_over(reason: str) -> None:
     from meshwright.planner.system.safe_files import open_below  # noqa: PLC0415
 
     place = _place()
-    open_below(handed_over(**place), within=place["output"]).close()
+    with open_below(handed_over(**place), within=place["output"]) as file:
+        file.write(reason.encode())
 
 
 def _place() -> dict[str, Any]:

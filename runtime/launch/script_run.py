@@ -19,8 +19,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from meshwright.planner.documents.document import MAX_BYTES, read, read_bytes, write
-from meshwright.planner.documents.events import CopyInterval, Decision, StepRecord, events_of
+from meshwright.planner.documents.document import (
+    MAX_BYTES,
+    read,
+    read_bytes,
+    read_text,
+    write,
+)
+from meshwright.planner.documents.events import (
+    Attempt,
+    AttemptEnded,
+    CopyInterval,
+    Decision,
+    Drift,
+    PhaseDone,
+    StepRecord,
+    events_of,
+)
 from meshwright.planner.documents.plan import Plan
 from meshwright.planner.documents.prediction import Prediction
 from meshwright.planner.documents.units import count_text, seconds_text
@@ -29,13 +44,18 @@ from meshwright.planner.system.safe_files import folder_within
 from meshwright.runtime.checkpoint import commit_recovery, object_store
 from meshwright.runtime.launch import failure_cause as faults
 from meshwright.runtime.launch.failure_report import (
+    EndsToGrow,
     RankFailed,
     RanksHang,
+    RankSlow,
     bad_end,
     hung,
+    log_event,
     write_incident,
 )
+from meshwright.runtime.launch.launch_config import Launch
 from meshwright.runtime.launch.memory_growth import MemoryGrowth
+from meshwright.runtime.launch.monitor import PACE_S
 from meshwright.runtime.launch.preflight import (
     LocalRanks,
     check_devices,
@@ -44,11 +64,13 @@ from meshwright.runtime.launch.preflight import (
 )
 from meshwright.runtime.launch.rank_processes import GRACE_S, BadEnd, log_end, supervise
 from meshwright.runtime.resilience.hang_detector import HangWatch
-from meshwright.runtime.resilience.heartbeat import BEACONS, beacons
+from meshwright.runtime.resilience.heartbeat import BEACONS, Beacons, beacons
 from meshwright.runtime.resilience.shared_memory import CopyContext, Slots
-from meshwright.runtime.resilience.state_rescue import adopt, rescue
+from meshwright.runtime.resilience.state_rescue import adopt, rescue, saved_step
+from meshwright.runtime.resilience.straggler_detector import DriftWatch
 from meshwright.runtime.run import preemption as notice
 from meshwright.runtime.run import run_folder as run
+from meshwright.runtime.run import scale_up as growth
 from meshwright.runtime.run.environment import (
     CHECKPOINT_VARIABLE,
     EVERY_VARIABLE,
@@ -61,13 +83,11 @@ from meshwright.runtime.run.locks_and_signals import alone_in, signals_interrupt
 from meshwright.runtime.run.node_rank import ALONE, NodeRank
 from meshwright.runtime.run.record_segments import Rotation
 from meshwright.runtime.run.recovery_policy import RankEnd, verdict
-from meshwright.runtime.run.rendezvous import Rendezvous
+from meshwright.runtime.run.rendezvous import NodeLeft, Rendezvous
 from meshwright.runtime.run.run_clock import unix_now_s
 from meshwright.runtime.run.run_folder import Device
 from meshwright.runtime.run.run_report import WARM_UP_STEPS, Comparison
 
-MOST_TOLD = 500
-"""Characters of how a node's ranks ended, which it tells the others."""
 PROGRESS_S = 5.0
 """Between two lines of progress."""
 
@@ -290,43 +310,19 @@ def _until_the_end(
                     raise
                 say(f"{ended}; starting all ranks again ({count + 1} of {restarts})")
             else:
-                ended = _agreed_end(ended, node_rank, say)
                 if ended.end is None:
-                    raise ended from None
+                    raise
                 ends.append(ended.end)
-                started = _next_attempt(started, ended, ends, node_rank, say)
+                started = _next_attempt(started, ended, ends, say)
             count += 1
         else:
             return count
-
-
-def _agreed_end(ended: _Ended, node_rank: NodeRank, say: Callable[[str], None]) -> _Ended:
-    """Return the end that all nodes decide about: of a rank that did not only wait for others.
-
-    Of several the first node's; where a script ended itself on one of them, it ended.
-    """
-    if node_rank.nodes == 1:
-        return ended
-    end = None if ended.end is None else ended.end.model_dump(mode="json")
-    with Rendezvous(node_rank, warn=lambda text: say(f"warning: {text}")) as meeting:
-        every = meeting.all_gather({"end": end, "how": str(ended)[:MOST_TOLD]})
-    if ended.end is None:
-        return ended
-    by_itself = next((told for told in every if told["end"] is None), None)
-    if by_itself is not None:
-        return _Ended(str(by_itself["how"]), ended.rest)
-    causes = [RankEnd.model_validate(told["end"]) for told in every]
-    place = next((i for i, cause in enumerate(causes) if not cause.waits), 0)
-    if place == node_rank.node:
-        return ended
-    return _Ended(str(every[place]["how"]), ended.rest, causes[place])
 
 
 def _next_attempt(
     started: _Started,
     ended: _Ended,
     ends: Sequence[RankEnd],
-    node_rank: NodeRank,
     say: Callable[[str], None],
 ) -> _Started:
     """Do what the table says about the last end; raise it where that is to stop."""
@@ -344,9 +340,6 @@ def _next_attempt(
     if judged.reaction == "stop":
         raise ended
     if judged.reaction == "restart":
-        return started
-    if node_rank.nodes > 1:
-        say("a script goes on with all of its nodes; all ranks are started again")
         return started
     smaller = started.survival.fewer(devices - 1)
     if smaller is None:
@@ -393,8 +386,43 @@ def _attempt(
     started: _Started, node_rank: NodeRank, progress: _ScriptProgress, say: Callable[[str], None]
 ) -> None:
     """Run the ranks of all nodes once to their end.  Raises _Ended where one ended badly."""
-    folder, ranks = started.folder, started.ranks
-    with Rendezvous(node_rank, warn=lambda text: say(f"warning: {text}")) as rendezvous:
+    ranks, watch = started.ranks, _ScriptWatch(started, progress, alone=node_rank.nodes == 1)
+    if started.survival.elastic:
+        log_event(started, _begun(started))
+    try:
+        bad = _supervise(started, node_rank, watch, say)
+    except HandedOver:
+        raise
+    except RanksHang as error:
+        write_incident(started, error, after_step=watch.after_step)
+        raise _Ended(error.lead, error.rest, error.end) from None
+    except LaunchError as error:  # another node's ranks, or the node itself
+        end = RankEnd(
+            cause="hang", rank=min(ranks.devices), after_step=watch.after_step, waits=True
+        )
+        raise _Ended(str(error), end=end) from None
+    if bad is not None:
+        how, rest = _how(bad, started.folder), _log_of(started, bad)
+        raise _Ended(how, rest, _end_of(started, bad, after_step=watch.after_step))
+
+
+def _log_of(started: _Started, bad: BadEnd) -> str:
+    """Return where the log of the rank that ended is, with its end if it was not shown."""
+    log = _from_here(run.log_file(started.folder, bad.cause.rank))
+    shown = started.ranks.leads and bad.cause.rank == 0
+    return f". Its log is {log}" if shown else log_end(log)
+
+
+def _supervise(
+    started: _Started, node_rank: NodeRank, watch: _ScriptWatch, say: Callable[[str], None]
+) -> BadEnd | None:
+    """Run this node's ranks with those of all nodes to their end; return a bad one."""
+    folder, ranks, agent = started.folder, started.ranks, watch.agent
+    with Rendezvous(
+        node_rank,
+        warn=lambda text: say(f"warning: {text}"),
+        meanwhile=lambda: None if agent is None else agent.check(),
+    ) as rendezvous:
         _check_script(started.script)  # other nodes are told what this one lacks
         saved = started.survival.checkpoint
         if saved is not None:
@@ -411,60 +439,255 @@ def _attempt(
         for name in ("logs", "ranks", "flight"):
             folder_within(folder, name, emptied_of="rank-*")
         token = str(rendezvous.all_gather(secrets.token_hex(8))[0])
-        elastic = started.survival.elastic
-        after_step = 0
+        with contextlib.ExitStack() as held:
+            shared = watch.begin(held)
+            bad = supervise(
+                [
+                    sys.executable,
+                    "-u",
+                    "-m",
+                    "meshwright.runtime.launch.script_rank_main",
+                    str(started.script),
+                    *started.arguments,
+                ],
+                list(ranks.devices),
+                lambda rank, port: ranks.environment(rank, port=port),
+                folder=folder,
+                world=ranks.world,
+                rendezvous=rendezvous,
+                leads=ranks.leads,
+                shared={
+                    PLAN_VARIABLE: str(started.plan_path.resolve()),
+                    OUTPUT_VARIABLE: str(folder),
+                    TOKEN_VARIABLE: token,
+                    **notice.environment(folder),
+                    **shared,
+                },
+                rank_0_shown=True,
+                grace_s=0.0 if started.survival.elastic else GRACE_S,
+                refresh=watch.look,
+            )
+            watch.progress.refresh(now=True)
+            after_step = watch.after_step
+        if bad is None:
+            rendezvous.all_gather("done")  # nodes leave together
+            _hand_over(started, after_step)
+    return bad
+
+
+def _hand_over(started: _Started, after_step: int) -> None:
+    """Raise why ranks have ended before their script, if they have: a notice, or to grow."""
+    files = [run.handed_over(started.folder, rank) for rank in started.ranks.devices]
+    reasons = {read_text(file) for file in files if file.exists()}
+    if growth.REASON in reasons:
+        raise EndsToGrow(growth.REASON, output=started.folder)
+    if reasons:
+        raise HandedOver(
+            f"a notice ended the script after step {after_step}; start it again and it goes on "
+            "from what it saved"
+        )
+
+
+class _ScriptWatch:
+    """Work of a launcher while the ranks of a script run."""
+
+    def __init__(
+        self,
+        started: _Started,
+        progress: _ScriptProgress,
+        *,
+        alone: bool,
+        asked: Launch | None = None,
+    ) -> None:
+        """`asked` is an epoch of several nodes."""
+        self._started, self.progress, self._alone, self._asked = started, progress, alone, asked
+        self.agent = None if asked is None else asked.agent
+        self._seen: Beacons | None = None
+        self._hangs: HangWatch | None = None
+        self._memory = MemoryGrowth()
+        self._drift = DriftWatch(started.plan, started.ranks.devices, None)
+        self._begin_s = time.monotonic()
+        self._next_s = 0.0
+        self._first = 0
+        self._done = 0
+
+    @property
+    def after_step(self) -> int:
+        """The last step that was done, as far as this node knows."""
+        places = () if self._seen is None else self._seen.places()
+        self._done = max([self._done, *(place.steps_done for place in places)])
+        return max(self._done, _steps_done(self._started.folder))
+
+    def begin(self, held: contextlib.ExitStack) -> dict[str, str]:
+        """Return what ranks get of the survival that is asked for."""
+        started = self._started
+        survival, ranks, folder = started.survival, started.ranks, started.folder
+        shared: dict[str, str] = {}
+        if survival.checkpoint is not None:
+            shared[CHECKPOINT_VARIABLE] = str(survival.checkpoint)
+        if survival.every is not None:
+            shared[EVERY_VARIABLE] = str(survival.every)
+        if not survival.elastic:
+            return shared
+        self._first = _steps_done(folder)
+        self._seen = held.enter_context(beacons(len(ranks.devices)))
+        held.callback(lambda: self.after_step)  # what beacons have told stays
+        shared[BEACONS] = str(self._seen.file)
+        if self._asked is not None:
+            shared |= growth.environment(folder)
+        if started.slots is not None:
+            shared |= started.slots.environment(len(ranks.devices), CopyContext(plan=started.plan))
+        self._hangs = HangWatch(
+            self._seen,
+            ranks.devices,
+            folder,
+            start_s=started.plan.timeout_s,
+            alone=self._alone,
+            own_code=True,
+        )
+        return shared
+
+    def look(self) -> None:
+        """Look once; raises RanksHang where a rank hangs."""
+        started = self._started
+        self.progress.refresh()
+        if self._seen is None or self._hangs is None:
+            return
+        places = self._seen.places()
+        processes = {rank: places[at].process for rank, at in started.ranks.devices.items()}
+        for growing in self._memory.look(processes, left_s=math.inf, now_s=time.monotonic()):
+            self.progress.say(f"warning: {growing.text}")
+        if time.monotonic() > self._next_s:
+            self._next_s = time.monotonic() + PACE_S
+            self._look_at_pace(self._seen)
+        if self._asked is not None:
+            self._look_at_nodes(self._asked)
+        if waiting := self._hangs.look():
+            raise hung(started, waiting, after_step=self.after_step)
+
+    def _look_at_pace(self, seen: Beacons) -> None:
+        """Say which ranks are slower than others with equal work."""
+        local = seen.paces()
+        paces = {rank: local[at] for rank, at in self._started.ranks.devices.items()}
+        for event in self._drift.look((), paces, self.after_step):
+            log_event(self._started, event)
+            if isinstance(event, Drift):
+                self.progress.say(f"warning: {event.text}")
+            if self._asked is not None and self._asked.paced is not None:
+                self._asked.paced(event)
+
+    def _look_at_nodes(self, asked: Launch) -> None:
+        """Say when ranks train, and look at what other nodes tell."""
+        started = self._started
+        if self._begin_s and started.ranks.leads and _steps_done(started.folder) > self._first:
+            took_s, self._begin_s = time.monotonic() - self._begin_s, 0.0
+            log_event(started, PhaseDone(at_unix_s=unix_now_s(), phase="start", measured_s=took_s))
+            if asked.begun is not None:
+                asked.begun()
+        if self.agent is not None:
+            self.agent.check()
+        if asked.meanwhile is not None and started.ranks.leads:
+            asked.meanwhile()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserScript:
+    """A script with its arguments."""
+
+    path: Path
+    arguments: tuple[str, ...]
+
+
+def run_epoch(
+    script: UserScript, asked: Launch, *, nodes: Sequence[int], say: Callable[[str], None]
+) -> ScriptRun | None:
+    """Run a script on this node's ranks of one epoch of a run on several nodes, to their end.
+
+    `nodes` are the devices of each of them.  Nodes other than the one with rank 0 return nothing.
+    Raises RankFailed or NodeLeft where the run may go on in another epoch.
+    """
+    plan, saved, node_rank = read(Plan, asked.plan), asked.run.checkpoint, asked.node_rank
+    assert saved is not None and asked.run.output is not None
+    device: Device = "cuda" if cuda_devices() else "cpu"
+    local_ranks = ranks_of_node(plan, node_rank.node, nodes)
+    warnings_here = check_devices(plan, device, local_ranks)
+    ranks = LocalRanks(plan.mesh.devices, device, local_ranks)
+    folder = asked.run.output
+    if not ranks.leads:
+        folder = folder_within(folder, f"node-{node_rank.node:05}")
+    progress = _ScriptProgress(run.metrics_file(folder), say)
+    every = asked.run.checkpoint_every
+    started = _Started(
+        plan,
+        Path(asked.plan),
+        script.path,
+        script.arguments,
+        folder,
+        ranks,
+        Survival(checkpoint=saved, every=every, elastic=True),
+        asked.slots,
+    )
+
+    def on_notice(number: int) -> None:
+        progress.ends_s = time.monotonic() + notice.GRACE_S
+        say(notice.leave_notice(folder, number))
+
+    with signals_interrupt(on_notice):
+        if not asked.again:
+            for warning in warnings_here:
+                say(f"warning: {warning}")
+            adopt(saved, say=say)
+        if ranks.leads:
+            prepared = LaunchRun(checkpoint=saved, resume=True, or_start=True)
+            commit_recovery.prepare_folder(prepared, say=say)
+            write(plan, run.plan_file(folder))
+            if not asked.again and not asked.run.resume:
+                run.forget_steps_after(0, run.metrics_file(folder))
+        if ranks.world == 1 and asked.slots is not None:
+            # A rank that is joined to nobody reads no copies.
+            rescue(asked.slots, saved, say=say)
+        if asked.before is not None:
+            log_event(started, asked.before)
+        log_event(started, _begun(started))
+        watch = _ScriptWatch(started, progress, alone=node_rank.nodes == 1, asked=asked)
         try:
-            with contextlib.ExitStack() as held:
-                shared, look = _begin_watch(started, progress, held, alone=node_rank.nodes == 1)
-                bad = supervise(
-                    [
-                        sys.executable,
-                        "-u",
-                        "-m",
-                        "meshwright.runtime.launch.script_rank_main",
-                        str(started.script),
-                        *started.arguments,
-                    ],
-                    list(ranks.devices),
-                    lambda rank, port: ranks.environment(rank, port=port),
-                    folder=folder,
-                    world=ranks.world,
-                    rendezvous=rendezvous,
-                    leads=ranks.leads,
-                    shared={
-                        PLAN_VARIABLE: str(started.plan_path.resolve()),
-                        OUTPUT_VARIABLE: str(folder),
-                        TOKEN_VARIABLE: token,
-                        **notice.environment(folder),
-                        **shared,
-                    },
-                    rank_0_shown=True,
-                    grace_s=0.0 if elastic else GRACE_S,
-                    refresh=look,
-                )
-            progress.refresh(now=True)
-            after_step = _steps_done(folder)
-            if bad is None:
-                rendezvous.all_gather("done")  # nodes leave together
-                if any(run.handed_over(folder, rank).exists() for rank in ranks.devices):
-                    raise HandedOver(
-                        f"a notice ended the script after step {after_step}; start it "
-                        "again and it goes on from what it saved"
-                    )
-        except HandedOver:
+            bad = _supervise(started, node_rank, watch, say)
+        except (RanksHang, RankSlow) as error:
+            write_incident(started, error, after_step=watch.after_step)
             raise
-        except RanksHang as error:
-            write_incident(started, error, after_step=_steps_done(folder))
-            raise _Ended(error.lead, error.rest, error.end) from None
-        except LaunchError as error:  # another node's ranks, or the node itself
-            done = _steps_done(folder)
-            end = RankEnd(cause="hang", rank=min(ranks.devices), after_step=done, waits=True)
-            raise _Ended(str(error), end=end) from None
+        except NodeLeft as error:
+            raise RankFailed(str(error), output=folder, left=error) from error
+        except KeyboardInterrupt:
+            raise _interruption(folder) from None
         if bad is not None:
-            shown = ranks.leads and bad.cause.rank == 0
-            log = _from_here(run.log_file(folder, bad.cause.rank))
-            rest = f". Its log is {log}" if shown else log_end(log)
-            raise _Ended(_how(bad, folder), rest, _end_of(started, bad, after_step=after_step))
+            raise _error_of(started, bad, after_step=watch.after_step)
+        if not ranks.leads:
+            return None
+        log_event(
+            started,
+            AttemptEnded(at_unix_s=unix_now_s(), stopped="steps", after_step=watch.after_step),
+        )
+    steps = tuple(run.read_records(run.metrics_file(folder)))
+    return ScriptRun(steps=steps, output=folder, restarts=0, global_batch=plan.global_batch)
+
+
+def _begun(started: _Started) -> Attempt:
+    saved = started.survival.checkpoint
+    return Attempt(
+        at_unix_s=unix_now_s(),
+        plan=started.plan.digest,
+        devices=started.ranks.world,
+        after_step=0 if saved is None else saved_step(saved),
+    )
+
+
+def _error_of(started: _Started, bad: BadEnd, *, after_step: int) -> Exception:
+    """Return the error of a bad end, once it is written down: RankFailed if the run may go on."""
+    if bad.failure is not None and bad.failure.kind == "SystemExit":
+        return LaunchError(f"{_how(bad, started.folder)}{_log_of(started, bad)}")
+    ended = bad_end(started, bad, after_step=after_step)
+    write_incident(started, ended, after_step=after_step)
+    return ended
 
 
 def _end_of(started: _Started, bad: BadEnd, *, after_step: int) -> RankEnd | None:
@@ -476,45 +699,6 @@ def _end_of(started: _Started, bad: BadEnd, *, after_step: int) -> RankEnd | Non
     ended = bad_end(started, bad, after_step=after_step)
     write_incident(started, ended, after_step=after_step)
     return ended.end if isinstance(ended, RankFailed) else None
-
-
-def _begin_watch(
-    started: _Started, progress: _ScriptProgress, held: contextlib.ExitStack, *, alone: bool
-) -> tuple[dict[str, str], Callable[[], None]]:
-    """Return what ranks get of the survival that is asked for, and what is looked at meanwhile."""
-    survival, ranks = started.survival, started.ranks
-    shared: dict[str, str] = {}
-    if survival.checkpoint is not None:
-        shared[CHECKPOINT_VARIABLE] = str(survival.checkpoint)
-    if survival.every is not None:
-        shared[EVERY_VARIABLE] = str(survival.every)
-    if not survival.elastic:
-        return shared, progress.refresh
-    seen = held.enter_context(beacons(len(ranks.devices)))
-    shared[BEACONS] = str(seen.file)
-    if started.slots is not None:
-        shared |= started.slots.environment(len(ranks.devices), CopyContext(plan=started.plan))
-    watch = HangWatch(
-        seen,
-        ranks.devices,
-        started.folder,
-        start_s=started.plan.timeout_s,
-        alone=alone,
-        own_code=True,
-    )
-
-    memory = MemoryGrowth()
-
-    def look() -> None:
-        progress.refresh()
-        places = seen.places()
-        processes = {rank: places[place].process for rank, place in ranks.devices.items()}
-        for growth in memory.look(processes, left_s=math.inf, now_s=time.monotonic()):
-            progress.say(f"warning: {growth.text}")
-        if waiting := watch.look():
-            raise hung(started, waiting, after_step=_steps_done(started.folder))
-
-    return shared, look
 
 
 def digest_of(script: Path) -> str | None:

@@ -27,7 +27,7 @@ MOST_FAULTS = 2
 """From so many on a node is left out."""
 MOST_READ = 1000
 """Faults of all nodes, the newest, that are looked at."""
-_OF_NODE = frozenset({"crash", "device", "node", "hang", "corruption"})
+_OF_NODE = frozenset({"crash", "device", "node", "hang", "corruption", "straggler"})
 _Node = TypeVar("_Node")
 
 

@@ -31,6 +31,7 @@ from meshwright.runtime.checkpoint.shard_manifest import WrittenChunk, WrittenPa
 from meshwright.runtime.core import checksums
 from meshwright.runtime.resilience.shared_memory import (
     CopyContext,
+    LeftCopies,
     NodeSlots,
     Slots,
     StateSlot,
@@ -41,6 +42,8 @@ Say = Callable[[str], object]
 Key = tuple[int, str, str, int]
 """Step, run, plan and number of ranks of a state."""
 PIECE_BYTES = 2**24
+ROOM_S = 30.0
+"""Seconds within which a disk may have room again for copies that a launcher left."""
 COMMIT_S = 10.0
 """Seconds of waiting for another node that works on the same checkpoint."""
 _MASKS = {"bfloat16": (np.uint16, 0x7F80)}
@@ -85,13 +88,8 @@ def adopt(folder: Path, *, say: Say) -> Path | None:
         for left in leftovers:
             if _is_newer(left.node, folder):
                 say(f"a launcher that was killed left copies in {left.folder}; they are written")
-            problem: str | None = None
-            try:
-                newer, problem = save_newest(left.node, left.contexts, folder, say=say)
-                object_store.send_saved(folder, say=say)
-                saved = newer or saved
-            except (OSError, ValueError, KeyError, MeshwrightError) as error:
-                problem = str(error)
+            newer, problem = _save_patiently(left, folder, say=say)
+            saved = newer or saved
             if problem is not None:
                 say(f"warning: {left.folder}: cannot be written to {folder}: {problem}")
                 continue
@@ -99,6 +97,29 @@ def adopt(folder: Path, *, say: Say) -> Path | None:
     if saved is not None:
         say(f"{object_store.shown(saved)} is complete; its state was in memory")
     return saved
+
+
+def _save_patiently(left: LeftCopies, folder: Path, *, say: Say) -> tuple[Path | None, str | None]:
+    """Write left copies as `save_newest` does; a disk that is full now may have room soon."""
+    until_s = time.monotonic() + ROOM_S
+    while True:
+        try:
+            saved, problem = save_newest(left.node, left.contexts, folder, say=say)
+            object_store.send_saved(folder, say=say)
+        except (OSError, ValueError, KeyError, MeshwrightError) as error:
+            saved, problem = None, str(error)
+        is_known = any(key[2] in left.contexts for key in _keys(left.node, 0))
+        if problem is None or not is_known or time.monotonic() > until_s:
+            return saved, problem
+        time.sleep(1.0)
+
+
+def delete_older_copies(folder: Path) -> None:
+    """Delete copies that other launches of a folder left on this node, if none is newer than it."""
+    with left_copies(folder, _is_newer) as leftovers:
+        for left in leftovers:
+            if not _is_newer(left.node, folder):
+                shutil.rmtree(left.folder, ignore_errors=True)
 
 
 def _is_newer(node: NodeSlots, folder: Path) -> bool:

@@ -17,6 +17,8 @@ from meshwright.planner.documents.units import Amount
 from meshwright.planner.errors import DocumentError
 from meshwright.runtime.run.node_rank import NodeRank, node_rank_of
 
+SCALE_UP_AFTER_S = 1800.0
+
 
 class LaunchRun(Part):
     """Options of a launch beside its plan; the descriptions are the command line's help.
@@ -72,8 +74,12 @@ class LaunchRun(Part):
         default=None, description="Send figures to this OTLP endpoint (http://...)"
     )
     output: Path | None = Field(default=None, description="Folder of logs and metrics")
+    replace_stragglers: bool = Field(
+        default=False,
+        description="With --elastic: let a spare take the place of a node with a slow rank",
+    )
     scale_up_after: Amount = Field(
-        default=1800.0,
+        default=SCALE_UP_AFTER_S,
         description="With --elastic: seconds until a run that lost nodes grows again",
     )
 

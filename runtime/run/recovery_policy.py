@@ -78,6 +78,13 @@ VERDICTS: Sequence[Verdict] = (
         why="it happened once here",
     ),
     Verdict(
+        causes=frozenset({"straggler"}),
+        devices=2,
+        named=True,
+        reaction="shrink",
+        why="a rank is slower than others, which wait for it, and a spare is there",
+    ),
+    Verdict(
         causes=frozenset({"corruption"}),
         ever=ATTEMPTS,
         reaction="stop",

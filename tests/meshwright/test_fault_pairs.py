@@ -22,6 +22,7 @@ from benchmarks.recovery import NODES, planned
 from meshwright.launch.fallback_plans import FallbackPlans
 from meshwright.launch.launchable_plan import LaunchablePlan
 from meshwright.launch.multi_node import Epochs, NodeResources
+from meshwright.planner.documents.events import Cause
 from meshwright.runtime.launch.launch import RankFailed
 from meshwright.runtime.resilience.membership import (
     Agent,
@@ -45,6 +46,14 @@ STEPS, STEP_S, TICK_S = 60, 0.2, 0.1
 TELL_S, START_S, ECHO_S, HANG_S = 0.5, 1.0, 0.3, 13.0
 BEGIN = 12
 LIMIT_S = 120.0
+
+
+ENDS: dict[str, tuple[Cause, bool]] = {
+    "slow": ("straggler", True),
+    "bad launch": ("transient", True),
+    "bad disk": ("transient", False),
+}
+"""Ranks that their launchers end, or that say why they do."""
 
 
 @dataclass
@@ -185,6 +194,10 @@ class PlayedRun:
         members = self.members(node.roster.number)
         place = [one.agent.start for one in members].index(node.agent.start)
         done = self.trained
+        if node.rank in ENDS:
+            cause, named = ENDS[node.rank]
+            node.end(RankEnd(cause=cause, rank=place, after_step=done, named=named))
+            return
         if node.rank == "dead":
             node.end(RankEnd(cause="crash", rank=place, after_step=done))
             return
@@ -279,6 +292,16 @@ def stop_rank(run: PlayedRun) -> None:
         members[1].rank = "stands still"
 
 
+def end_rank(how: str) -> Callable[[PlayedRun], None]:
+    def end(run: PlayedRun) -> None:
+        members = run.members(run.epoch.number)
+        has_spare = len([node for node in run.nodes if node.acts]) > len(members)
+        if len(members) > 1 and members[1].rank == "runs" and (has_spare or how != "slow"):
+            members[1].rank = how
+
+    return end
+
+
 def kill_node(node: int) -> Callable[[PlayedRun], None]:
     def kill(run: PlayedRun) -> None:
         found = run.nodes[node]
@@ -311,11 +334,16 @@ FAULTS: dict[str, Callable[[PlayedRun], None]] = {
     "node 2 comes back": start_again,
     "spare killed": kill_node(NODES),
 }
-PAIRS = [
-    (one, other, after_s)
-    for one in FAULTS
-    for other in FAULTS
-    for after_s in (0.0, 0.3, 1.0, 2.0, 4.0)
+AFTER_S = (0.0, 0.3, 1.0, 2.0, 4.0)
+PAIRS = list(itertools.product(FAULTS, FAULTS, AFTER_S))
+LATER: dict[str, Callable[[PlayedRun], None]] = {
+    "rank 1 is slow": end_rank("slow"),
+    "rank 1 fails to launch": end_rank("bad launch"),
+    "rank 1 cannot read": end_rank("bad disk"),
+}
+EVERY = FAULTS | LATER
+LATER_PAIRS = [
+    pair for pair in itertools.product(EVERY, EVERY, AFTER_S) if {*pair[:2]} & LATER.keys()
 ]
 
 
@@ -333,12 +361,41 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.spread(8)
 @pytest.mark.parametrize(("first", "second", "after_s"), PAIRS)
 def test_two_faults(tmp_path: Path, plan: Path, first: str, second: str, after_s: float) -> None:
+    check_pair(tmp_path, plan, first, second, after_s)
+
+
+@pytest.mark.spread(12)
+@pytest.mark.parametrize(("first", "second", "after_s"), LATER_PAIRS)
+def test_two_faults_of_which_one_says_why(
+    tmp_path: Path, plan: Path, first: str, second: str, after_s: float
+) -> None:
+    check_pair(tmp_path, plan, first, second, after_s)
+
+
+def test_a_spare_takes_the_place_of_a_slow_rank_and_a_restart_that_of_a_bad_moment(
+    tmp_path: Path, plan: Path
+) -> None:
     run = PlayedRun(tmp_path, plan, plan.parent / "book")
     run.until(lambda: run.trained == BEGIN)
-    FAULTS[first](run)
+    LATER["rank 1 cannot read"](run)
+    run.until(lambda: run.trained == BEGIN + 5)
+    LATER["rank 1 is slow"](run)
+
+    run.until(lambda: run.trained == STEPS)
+
+    decisions = [one for one in events(run.folder / "out") if one.event == "decision"]
+    assert [one.reaction for one in decisions] == ["restart", "spare"]
+    assert {member.node for member in run.epoch.members} == {0, 2, NODES}
+
+
+def check_pair(tmp_path: Path, plan: Path, first: str, second: str, after_s: float) -> None:
+    """Let two faults come, and look at what the run has done."""
+    run = PlayedRun(tmp_path, plan, plan.parent / "book")
+    run.until(lambda: run.trained == BEGIN)
+    EVERY[first](run)
     begin_s = run.now_s
     run.until(lambda: run.now_s >= begin_s + after_s)
-    FAULTS[second](run)
+    EVERY[second](run)
 
     run.until(lambda: run.trained == STEPS)
 

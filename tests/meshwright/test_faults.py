@@ -79,7 +79,24 @@ FAULTS: dict[str, Callable[[Job], None]] = {
     "node 2 comes back": start_again,
     "spare killed": kill_node(NODES),
 }
-PAIRS = [(one, other, after_s) for one in FAULTS for other in FAULTS for after_s in AFTER_S]
+
+
+def ask(what: str) -> Callable[[Job], None]:
+    """Return what has rank 1 do something within its next step."""
+    return lambda job: (job.room.folder / what).touch()
+
+
+SAID: dict[str, Callable[[Job], None]] = {
+    "rank 1 leaves with 0": ask("leave 0"),
+    "rank 1 cannot read": ask("EIO"),
+    "rank 1 has a stale handle": ask("ESTALE"),
+    "rank 1 fails to launch": ask("launch failure"),
+}
+"""Faults of which a rank says something, or nothing with status 0."""
+EVERY_FAULT = FAULTS | SAID
+PAIRS = [
+    (one, other, after_s) for one in EVERY_FAULT for other in EVERY_FAULT for after_s in AFTER_S
+]
 
 
 @dataclass
@@ -158,6 +175,7 @@ def course(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Course]:
 
 
 ASKED = """
+import errno, os
 from pathlib import Path
 from meshwright.runtime.launch import training_loop as train
 
@@ -176,11 +194,18 @@ def step_with_faults(self, batch):
             weight.view(-1)[3] += 1.0
     if is_asked("full"):
         raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
+    if is_asked("leave 0"):
+        os._exit(0)
+    for name in ("EIO", "ESTALE"):
+        if is_asked(name):
+            raise OSError(getattr(errno, name), name)
+    if is_asked("launch failure"):
+        raise RuntimeError("CUDA error: unspecified launch failure")
     return take_step(self, batch)
 train.Loop._take_step = step_with_faults
 train._Peak.watch = lambda self, step, held: step()  # no memory is counted
 """
-"""Rank 1 has a weight changed, or runs out of memory, where a file asks for it."""
+"""Rank 1 has a weight changed, runs out of memory, leaves or fails, where a file asks for it."""
 
 
 @pytest.fixture
@@ -242,10 +267,10 @@ def said(job: Job) -> dict[str, str]:
 
 @pytest.mark.ranks
 @pytest.mark.matrix
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", EVERY_FAULT)
 def test_one_fault(job: Job, course: Course, fault: str) -> None:
     job.room.wait_for_step(BEGIN, while_running=None)
-    FAULTS[fault](job)
+    EVERY_FAULT[fault](job)
 
     check(job, course)
 
@@ -255,9 +280,9 @@ def test_one_fault(job: Job, course: Course, fault: str) -> None:
 @pytest.mark.parametrize(("first", "second", "after_s"), PAIRS)
 def test_two_faults(job: Job, course: Course, first: str, second: str, after_s: float) -> None:
     job.room.wait_for_step(BEGIN, while_running=None)
-    FAULTS[first](job)
+    EVERY_FAULT[first](job)
     time.sleep(after_s)
-    FAULTS[second](job)
+    EVERY_FAULT[second](job)
 
     check(job, course)
 

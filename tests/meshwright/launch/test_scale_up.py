@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,13 +13,15 @@ import pytest
 from meshwright.launch import multi_node
 from meshwright.launch.fallback_plans import FallbackPlan, FallbackPlans
 from meshwright.launch.launchable_plan import LaunchablePlan
-from meshwright.launch.multi_node import ScaleUp
+from meshwright.launch.multi_node import ScaleUp, StragglerReplacement
 from meshwright.planner.documents.document import write
-from meshwright.planner.documents.events import PhaseDone, StepRecord
+from meshwright.planner.documents.events import Drift, Paced, PhaseDone, RankPart, StepRecord
+from meshwright.runtime.launch.failure_report import RankSlow
 from meshwright.runtime.resilience.membership import Agent, Epoch, State
 from meshwright.runtime.resilience.node_agent import NodeAgent
 from meshwright.runtime.run import scale_up as growth
 from meshwright.runtime.run.launch_options import LaunchRun
+from meshwright.runtime.run.recovery_policy import verdict
 from meshwright.runtime.run.run_folder import append_record, events_file, metrics_file
 from tests.meshwright.launch.test_fallback_plans import planned
 
@@ -57,6 +60,57 @@ class Case:
         spares = tuple(agent(10 + number) for number in range(self.spares))
         node: Any = SimpleNamespace(epoch=epoch, spares=lambda: spares)
         return ScaleUp(self.planned, fit, run, cast(NodeAgent, node))
+
+
+def drift(after_step: int = 300, *, slow_s: float = 1.5) -> Drift:
+    """Rank 3 works 1.5 s a step and others 1.0 s."""
+    return Drift(
+        at_unix_s=1.0,
+        after_step=after_step,
+        cause="straggler: work",
+        rank=3,
+        measured_s=slow_s,
+        predicted_s=1.0,
+        text="rank 3 works 1.5 s a step, and others with equal work 1 s: all wait for it",
+    )
+
+
+def paced(after_step: int, work_s: float) -> Paced:
+    part = RankPart(rank=3, stage=0, data_s=0.0, work_s=work_s, step_s=2.0)
+    return Paced(at_unix_s=1.0, after_step=after_step, ranks=(part,))
+
+
+def replacement(case: Case, *, steps: float = STEPS) -> StragglerReplacement:
+    return StragglerReplacement(case.growth()._run, case.growth()._agent, steps=steps)
+
+
+def test_a_spare_takes_the_place_of_a_slow_rank_where_it_pays(case: Case) -> None:
+    with pytest.raises(RankSlow, match=r"should cost 5 s .*, and save 350.0 s") as slow:
+        replacement(case).look(drift())
+
+    assert slow.value.end is not None
+    assert (slow.value.end.cause, slow.value.end.rank) == ("straggler", 3)
+    assert verdict([slow.value.end], devices=2).reaction == "shrink"  # type: ignore[union-attr]
+    replacement(case).look(drift(STEPS - 20))  # which saves 10 s, twice the cost
+    with pytest.raises(RankSlow, match="and save 500 ms of each step"):
+        replacement(case, steps=math.inf).look(drift())
+
+
+def test_a_slow_rank_is_replaced_once_a_spare_is_there_unless_it_is_well_again(
+    case: Case,
+) -> None:
+    case.spares = 0
+    watch, well = replacement(case), replacement(case)
+    watch.look(drift())
+    well.look(drift())
+    watch.look(paced(400, 1.5))
+    well.look(paced(400, 1.02))
+    case.spares = 1
+    watch._agent = well._agent = case.growth()._agent
+
+    with pytest.raises(RankSlow):
+        watch.look(paced(500, 1.5))
+    well.look(paced(500, 1.5))
 
 
 @pytest.fixture

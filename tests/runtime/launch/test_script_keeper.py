@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,16 @@ import pytest
 import torch
 
 import meshwright
+from meshwright.api.inputs import machine_of
+from meshwright.planner.documents.cluster import ClusterSpec
 from meshwright.planner.documents.document import write
 from meshwright.planner.errors import HandedOver, LaunchError
 from meshwright.runtime.checkpoint import checkpoint
 from meshwright.runtime.engine import engine_state
 from meshwright.runtime.launch.script_keeper import ScriptKeeper
+from meshwright.runtime.run import run_folder as run
 from tests.limits import PATIENCE_S
+from tests.runtime.ports import free_port
 from tests.runtime.rooms import ROOT
 
 SCRIPT = '''
@@ -210,6 +215,23 @@ def test_a_notice_saves_and_hands_over(
     assert checkpoint.progress(saved).step == 2
 
 
+def test_a_run_that_grows_ends_behind_a_save(
+    script: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MESHWRIGHT_GROW", str(tmp_path / "grow"))
+    engine, extra = script["begin"](False)
+    engine.resume(extra=extra)
+    script["train"](engine, extra, 4)
+    (tmp_path / "grow").touch()
+
+    with pytest.raises(HandedOver, match="more nodes"):
+        script["train"](engine, extra, 9)
+
+    saved = checkpoint.newest(tmp_path / "saved")
+    assert saved is not None
+    assert checkpoint.progress(saved).step == engine.steps == 6
+
+
 def started(folder: Path, name: str, at: int = 21) -> subprocess.CompletedProcess[str]:
     words = ("run", "--plan", "plan.yaml", "--elastic", "--checkpoint", "saved", "-o", "out")
     return subprocess.run(
@@ -272,3 +294,82 @@ def test_under_a_script_faults_cost_what_they_cost_under_launch(
     assert all(
         torch.equal(faulty["weights"][key], plain["weights"][key]) for key in plain["weights"]
     )
+
+
+@pytest.mark.ranks
+@pytest.mark.matrix
+def test_a_spare_takes_the_place_of_a_node_under_a_script_and_one_node_goes_on_alone(
+    script: dict[str, Any], tmp_path: Path
+) -> None:
+    """Node 1 is killed, then the lead: a spare comes, then the plan is one for a single rank."""
+    engine_state._factories.clear()
+    one = machine_of("local:1", None).model_dump(mode="json", exclude_none=True)
+    groups = [{**group, "nodes": 2} for group in one["groups"]]
+    tiers = [{"name": "net", "devices": 2, "latency_s": 1e-4, "bytes_per_s": 1e9}]
+    cluster = tmp_path / "cluster.yaml"
+    write(ClusterSpec.of({**one, "name": "two", "groups": groups, "tiers": tiers}), cluster)
+    plan = meshwright.plan(
+        script["build"],
+        str(cluster),
+        batch=script["batch_of"](0),
+        loss=script["loss"],
+        global_batch=8,
+        fix=["zero=3"],
+    )
+    write(plan, tmp_path / "plan.yaml")
+    (tmp_path / "train.py").write_text(SCRIPT.replace("time.sleep(0.03)", "time.sleep(0.3)"))
+    port = free_port()
+
+    def node(number: int) -> subprocess.Popen[bytes]:
+        words = ("run", "--plan", "plan.yaml", "--elastic", "--checkpoint", "saved", "-o", "out")
+        nodes = ("--nodes", "3", "--node", str(number), "--rendezvous", f"127.0.0.1:{port}")
+        with (tmp_path / f"node-{number}.log").open("wb") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "meshwright", *words, *nodes, "train.py", "slow", "99"],
+                cwd=tmp_path,
+                stdout=log,
+                stderr=log,
+                env={**environment(), "MESHWRIGHT_SECRET": "a secret of this test alone"},
+            )
+
+    def wait_for_step(step: int) -> None:
+        until_s = time.monotonic() + PATIENCE_S
+        file = tmp_path / "out" / "metrics.jsonl"
+        while not (file.exists() and f'"step": {step},' in file.read_text()):
+            assert time.monotonic() < until_s
+            time.sleep(0.1)
+
+    nodes = [node(number) for number in range(3)]
+    try:
+        wait_for_step(6)
+        nodes[1].kill()
+        wait_for_step(16)
+        nodes[0].kill()
+        assert nodes[2].wait(PATIENCE_S) == 0, (tmp_path / "node-2.log").read_text()
+    finally:
+        for launcher in nodes:
+            launcher.kill()
+            launcher.wait()
+    decisions = [
+        event.reaction for event in run.events(tmp_path / "out") if event.event == "decision"
+    ]
+    assert [reaction for reaction in decisions if reaction != "interval"] == ["spare", "shrink"]
+    faulty = torch.load(tmp_path / "end.pt")
+    assert len(faulty["seen"]) == 40
+    (tmp_path / "saved").rename(tmp_path / "before")
+    two = meshwright.plan(
+        script["build"],
+        "local:2",
+        batch=script["batch_of"](0),
+        loss=script["loss"],
+        global_batch=8,
+        fix=["zero=3"],
+    )
+    write(two, tmp_path / "plan.yaml")
+    assert started(tmp_path, "none", 0).returncode == 0
+    plain = torch.load(tmp_path / "end.pt")
+    # Of each step rank 0 notes its own samples, which are all once it is alone.
+    assert faulty["seen"][:6] == plain["seen"][:6]
+    assert faulty["rate"] == plain["rate"]
+    for key, value in plain["weights"].items():  # the last steps are one rank's
+        torch.testing.assert_close(faulty["weights"][key], value, rtol=1e-5, atol=1e-6)

@@ -8,7 +8,6 @@ import re
 import statistics
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ from meshwright.runtime.launch.script_run import ScriptRun
 from meshwright.runtime.run import run_folder as run
 from meshwright.runtime.run.environment import OUTPUT_VARIABLE
 from meshwright.runtime.run.node_rank import NodeRank
-from meshwright.runtime.run.recovery_policy import RankEnd
 from tests.limits import PATIENCE_S
 from tests.runtime.ports import free_port
 
@@ -365,31 +363,6 @@ def test_a_script_under_notice_saves_hands_over_and_goes_on_without_a_step_lost(
     assert cli.main(command) == 0
 
     check_end(tmp_path, expected)
-
-
-CRASH = RankEnd(cause="crash", rank=1, after_step=7)
-ECHO = RankEnd(cause="hang", rank=0, after_step=7, waits=True)
-
-
-@pytest.mark.parametrize(
-    ("ends", "decided"),
-    [((ECHO, CRASH), CRASH), ((CRASH, ECHO), CRASH), ((ECHO, ECHO), ECHO), ((ECHO, None), None)],
-)
-def test_nodes_decide_about_one_end(
-    ends: tuple[RankEnd | None, ...], decided: RankEnd | None
-) -> None:
-    port = free_port()
-
-    def agreed(node: int) -> script_run._Ended:
-        node_rank = NodeRank(node=node, nodes=2, host="127.0.0.1", port=port)
-        ended = script_run._Ended(f"by node {node}", end=ends[node])
-        return script_run._agreed_end(ended, node_rank, print)
-
-    with ThreadPoolExecutor(2) as threads:
-        first, second = threads.map(agreed, range(2))
-
-    assert first.end == second.end == decided
-    assert str(first) == str(second) == f"by node {ends.index(decided)}"
 
 
 def test_words_of_ranks_that_nccl_alone_has_joined_go_through_gloo(

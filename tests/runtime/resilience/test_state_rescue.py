@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import errno
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ import pytest
 from meshwright.planner.errors import DocumentError
 from meshwright.runtime.checkpoint import checkpoint
 from meshwright.runtime.data.sample_digest import SampleDigest
+from meshwright.runtime.resilience import shared_memory, state_rescue
 from meshwright.runtime.resilience.shared_memory import CopyContext, NodeSlots, Slots, slots_of_node
 from meshwright.runtime.resilience.state_rescue import save_newest
 from tests.runtime.rooms import MODEL, plan_of
@@ -89,3 +92,42 @@ def test_an_error_of_a_document_goes_to_other_processes_as_it_is() -> None:
     for other in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
         assert str(other) == "plan.yaml: a.b: is wrong"
         assert (other.path, other.message, other.file) == ("a.b", "is wrong", "plan.yaml")
+
+
+def test_copies_wait_for_room_on_a_full_disk_and_older_ones_are_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    monkeypatch.setattr(shared_memory, "SHARED", tmp_path)
+    context = CopyContext(plan=PLAN, model=MODEL)
+
+    def leave(step: int) -> None:
+        """Leave copies behind as a launcher that was killed."""
+        with Slots(saved) as slots:
+            slots.stays = True
+            node = slots_of_node(slots.environment(2, context))
+            assert node is not None
+            fill(node, 0, step)
+            fill(node, 1, step)
+
+    leave(7)
+    full = [OSError(errno.ENOSPC, "No space left on device")] * 2
+    write = state_rescue._write_file
+
+    def write_with_room(*arguments: Any) -> str:
+        if full:
+            raise full.pop()
+        return write(*arguments)
+
+    monkeypatch.setattr(state_rescue, "_write_file", write_with_room)
+    monkeypatch.setattr(state_rescue.time, "sleep", lambda seconds: None)
+
+    assert state_rescue.adopt(saved, say=print) == saved / "step-000007"
+
+    leave(7)
+    state_rescue.delete_older_copies(saved)
+    assert not list(tmp_path.glob("meshwright-*"))
+    leave(8)
+    state_rescue.delete_older_copies(saved)
+    assert list(tmp_path.glob("meshwright-*"))
