@@ -44,6 +44,7 @@ BackwardPrefetch = Literal["before", "behind"]
 Copies = Literal["none", "around_collectives"]
 Accumulation = Literal["none", "same_type", "into_sum", "cast_then_add", "in_product"]
 Sends = Literal["each", "once"]
+Biases = Literal["products", "rows", "weighed"]
 SelectiveRecompute = Literal["outputs", "attention", "operators", "blocks", "modules"]
 RecomputeModule = Literal[
     "act", "core-attn", "layernorm", "mla-up-proj", "mlp", "moe", "moe-act", "shared-experts"
@@ -384,6 +385,12 @@ class ExpertRule(Part):
     fused: Flag = False
     """Gates of experts are computed in the products that make them, and cause no memory traffic
     beyond the next product's input."""
+    biases: Biases = "products"
+    """Way in which experts' biases, of models that have them, come to each token: in the `products`
+    themselves; in `rows`, one for each token and expert, which are added to what a product made; or
+    `weighed` by the router in fp32 and added to the rows that leave an expert, with the halves of
+    a clamped gate cut, clamped and joined (Megatron Core, transformer/moe/experts.py, _apply_bias;
+    fusions/fused_bias_geglu.py)."""
     counts: Literal["device", "host"] = "device"
     """Place where the tokens of each expert are counted.  A host that reads the counts first waits
     for all queued work of the device, then starts the operations that need them (Megatron Core,
@@ -880,7 +887,11 @@ OPTIONS: Mapping[str, Mapping[str, object]] = {
     },
     "fa3": {"kernels.attention": "fa3"},
     "balanced-routing": {"experts.load_spread": 0.0},
-    "fused-experts": {"experts.fused": True, "experts.counts": "device"},
+    "fused-experts": {
+        "experts.fused": True,
+        "experts.counts": "device",
+        "experts.biases": "products",
+    },
     # Reduced gradients are of the type of the shards (torch, fully_shard/_fsdp_collectives.py,
     # foreach_reduce), which accelerate makes fp32 (fsdp_utils.py, fsdp2_prepare_model).
     "layer-units": {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, assert_never
 
 from meshwright.planner.operators.expert_routing import LAYERS_A_RANK, routing_of
 from meshwright.planner.operators.operator_table import FP32, GroupAxis, Operator, Setting, smaller
@@ -107,6 +107,8 @@ def experts(a: Architecture, setting: Setting, source: str) -> list[Operator]:
         share=rate,
     )
     routed_to += linear(setting, down, size=count * width * e, adapted=False)
+    if a.mlp_bias:
+        routed_to += _output_biases(kernels, sent * skew)
     if spread:
         there, routed_to, back = (_as_kept(a, setting, each) for each in (there, routed_to, back))
     operators += [*there, *routed_to, *back]
@@ -539,7 +541,9 @@ def _feed_forward(
 
     if not a.gated_mlp:
         return [*on_tokens(up), *_activation(a, kernels, name, size)]
-    clamped = a.family == "gpt_oss" and not kernels.fused_gate
+    cut = a.family == "gpt_oss" and not kernels.fused_experts
+    clamped = cut and not kernels.fused_gate
+    biased = name == "expert" and a.mlp_bias
     if kernels.fused_projections or clamped:
         both = tokens * (a.hidden_size + 2 * width) + 2 * weights
         outputs = {up.name: 2 * size} if clamped else {gate: size, up.name: size}
@@ -557,8 +561,12 @@ def _feed_forward(
         )
     else:
         operators = on_tokens(replace(up, name=gate, outputs={gate: size}))
+    if biased and kernels.expert_biases == "rows":
+        operators.append(_rows_of_bias("biased_products", up.name, 2 * size))
     if clamped:
         return [*operators, *_clamped_gate(kernels, name, size)]
+    if cut and biased and kernels.expert_biases == "weighed":
+        operators.append(_joined_halves(name, gate, up.name, size))
     kept_gate, kept_up = gate, up.name
     if kernels.narrow:
         kept_gate = kept_up = f"{name}_narrow_gates"
@@ -577,6 +585,70 @@ def _feed_forward(
     if kernels.fused_experts and name == "expert":
         last = replace(last, moved_bytes=size, backward_moved_bytes=2 * size, kernels=0)
     return [*operators, replace(last, holds=(whole,))]
+
+
+def _rows_of_bias(name: str, source: str, size: float) -> Operator:
+    """A row of a bias for each row of a product: written, read with the product's, their sum.
+
+    Backward reads the gradients of all rows and adds them up by expert.
+    """
+    return Operator(
+        name=name,
+        kind="memory",
+        inputs=(source,),
+        outputs={},
+        moved_bytes=4 * size,
+        backward_moved_bytes=2 * size,
+        kernels=2,
+        workspace_bytes=size,
+    )
+
+
+def _output_biases(kernels: KernelSettings, size: float) -> list[Operator]:
+    """Biases of the rows that leave experts, where products do not add them; `size` in 16 bits.
+
+    Weighed in fp32: b p (written: 2), t + b p (read 1 + 2, written 2), joined (2 + 2), in 16 bits
+    (2 + 1), in sizes.  Backward: to fp32 (1 + 2), to 16 bits for t (2 + 1), joined (1 + 1), and
+    for b and for p a product (2 + 2) and its sum (2).
+    """
+    match kernels.expert_biases:
+        case "products":
+            return []
+        case "rows":
+            return [_rows_of_bias("biased_rows", "expert_down", size)]
+        case "weighed":
+            return [
+                Operator(
+                    name="biased_rows",
+                    kind="memory",
+                    inputs=("expert_down",),
+                    outputs={},
+                    moved_bytes=14 * size,
+                    backward_moved_bytes=20 * size,
+                    kernels=4,
+                    workspace_bytes=4 * size,
+                )
+            ]
+        case _:
+            assert_never(kernels.expert_biases)
+
+
+def _joined_halves(name: str, gate: str, up: str, size: float) -> Operator:
+    """Both halves of a gated product clamped, and joined for the kernel of their gate.
+
+    Forward reads and writes both twice.  Backward clamps both gradients by what was clamped (3),
+    and joins them (2).
+    """
+    return Operator(
+        name=f"{name}_joined",
+        kind="memory",
+        inputs=(gate, up),
+        outputs={f"{name}_joined": 2 * size},
+        saved=(f"{name}_joined",),
+        moved_bytes=4 * 2 * size,
+        backward_moved_bytes=5 * 2 * size,
+        kernels=3,
+    )
 
 
 def _clamped_gate(kernels: KernelSettings, name: str, size: float) -> list[Operator]:

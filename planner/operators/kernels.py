@@ -16,6 +16,7 @@ from meshwright.planner.documents.framework import NATURAL_SPREAD
 
 if TYPE_CHECKING:
     from meshwright.planner.documents.framework import (
+        Biases,
         Framework,
         Loss,
         RecomputeModule,
@@ -84,6 +85,8 @@ class KernelSettings:
     """Imbalance of the experts' load under natural routing; 0: balanced."""
     fused_experts: bool = False
     """Gates of experts are part of the products that make them."""
+    expert_biases: Biases = "products"
+    """Way in which experts' biases come to each token: see `framework.ExpertRule`."""
     expert_once: bool = False
     """Tokens are sent once to every node and rank that has some of their experts."""
     expert_narrow: bool = False
@@ -169,6 +172,7 @@ def kernels_of(
         expert_tile=float(framework.experts.tile_rows),
         expert_spread=framework.experts.load_spread,
         fused_experts=framework.experts.fused,
+        expert_biases=framework.experts.biases,
         expert_once=framework.experts.sends == "once",
         expert_narrow=precision in EIGHT_BITS and framework.experts.narrow_sends,
         shared_divided=framework.experts.shared == "divided",
