@@ -89,6 +89,7 @@ from meshwright.planner.solver.partition_problem import CutOff, Infeasible, Unfi
 if TYPE_CHECKING:
     from meshwright.planner.calibration.scores.validate import Validation
     from meshwright.planner.framework_configs.bash.interpreter import ScriptEnvironment
+    from meshwright.planner.framework_configs.exported_jobs import ExportedJob
     from meshwright.planner.search.plan_differences import Change
     from meshwright.planner.solver.problem_document import Problem
     from meshwright.profiler.profile import ProfileAgenda
@@ -685,6 +686,8 @@ class FrameworkConfiguration:
     """Environment variables of its ranks, without which they may run out of memory."""
     warnings: tuple[str, ...] = ()
     """Notes of its prediction."""
+    job: ExportedJob | None = None
+    """Job that starts it on the plan's nodes."""
 
 
 def export(
@@ -694,14 +697,23 @@ def export(
     output: str | None = None,
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
     with_recipe: bool = False,
+    job: str | None = None,
+    settings: Sequence[str] = (),
 ) -> Exported | FrameworkConfiguration:
     """Write a checkpoint in the form that another program reads, or a plan as its configuration.
 
     A plan is written for its own framework unless `to` names another; its optimizer and learning
-    rates only with its recipe.
+    rates only with its recipe.  With a `job` (slurm, kubernetes, skypilot) a second file starts the
+    configuration on the plan's nodes; `settings` are those of the job, as NAME=VALUE.
     """
+    if settings and job is None:
+        raise DocumentError("set", "is for a job; add --job slurm, kubernetes or skypilot")
+    if job is not None and not is_plan(source):
+        raise DocumentError("job", "starts an exported plan; a checkpoint is exported without it")
+    if job is not None and output is None:
+        raise DocumentError("output", "is missing; the job reads the file, so name it with -o")
     if is_plan(source):
-        return _framework_configuration(source, to, output, recipe=with_recipe)
+        return _framework_configuration(source, to, output, job, settings, recipe=with_recipe)
     if to not in ("huggingface", "peft"):
         raise DocumentError(
             "to", f"is '{to or ''}'; a checkpoint is exported to huggingface, its adapters to peft"
@@ -719,7 +731,13 @@ def export(
 
 
 def _framework_configuration(
-    source: str, to: str | None, output: str | None, *, recipe: bool
+    source: str,
+    to: str | None,
+    output: str | None,
+    job: str | None,
+    settings: Sequence[str],
+    *,
+    recipe: bool,
 ) -> FrameworkConfiguration:
     from meshwright.planner.framework_configs.configuration import (  # noqa: PLC0415 - one of many
         NEED_NODES,
@@ -728,6 +746,8 @@ def _framework_configuration(
         usual_writer,
         with_environment,
     )
+    from meshwright.planner.framework_configs.exportable_plan import FrameworkPlan  # noqa: PLC0415 - one of many
+    from meshwright.planner.framework_configs.exported_jobs import exported_job  # noqa: PLC0415 - one of many
 
     wanted = document.read(Plan, source)
     graph = plan_model(wanted, source)
@@ -740,7 +760,7 @@ def _framework_configuration(
         check_devices(wanted, machine)
         prediction = predict_plan(wanted, graph, machine)
     except DocumentError as error:
-        if to in NEED_NODES:
+        if to in NEED_NODES or job is not None:
             raise
         warnings = [f"whether it fits in memory was not checked: {error}"]
     else:
@@ -748,15 +768,31 @@ def _framework_configuration(
         misfit = [f"it does not fit in the memory of {wanted.cluster}"] * (not prediction.fits)
         warnings = [*misfit, *prediction.notes]
     text = with_environment(configuration(wanted, graph, to, machine, recipe=recipe), environment)
+    exported = None
+    if job is not None and output is not None and machine is not None:
+        exported = exported_job(
+            FrameworkPlan(plan=wanted, model=graph, cluster=machine, recipe=recipe),
+            machine,
+            job,
+            to=to,
+            file=output,
+            text=text,
+            environment=environment,
+            settings=settings,
+        )
+        document.write_text(exported.text, exported.file)
     if output is not None:
         document.write_text(text, output)
     return FrameworkConfiguration(
         framework=to,
         text=text,
-        in_the_script=in_the_script(wanted, graph, to, machine, recipe=recipe),
+        in_the_script=in_the_script(
+            wanted, graph, to, machine, recipe=recipe, has_job=job is not None
+        ),
         file=output,
         environment=environment,
         warnings=tuple(warnings),
+        job=exported,
     )
 
 

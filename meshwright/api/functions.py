@@ -256,9 +256,16 @@ def whatif(study: Study | str | Path | None = None, **flags: Any) -> Result:
 
 
 def export(
-    source: str | Path, *, to: str | None = None, output: str | None = None
+    source: str | Path,
+    *,
+    to: str | None = None,
+    output: str | None = None,
+    job: str | None = None,
+    settings: Sequence[str] = (),
 ) -> Exported | commands.FrameworkConfiguration:
     """Write a checkpoint in the form of another program, or a plan as its configuration.
+
+    A `job` (slurm, kubernetes, skypilot) starts the configuration; `settings` are NAME=VALUE.
 
     >>> import meshwright, pathlib, tempfile
     >>> plan = meshwright.plan("gpt2-small", "2xa100-sxm-80gb", framework="megatron")
@@ -267,7 +274,7 @@ def export(
     >>> "--bf16" in meshwright.export(file).text
     True
     """
-    return commands.export(str(source), to=to, output=output)
+    return commands.export(str(source), to=to, output=output, job=job, settings=settings)
 
 
 def import_plan(

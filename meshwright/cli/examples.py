@@ -43,7 +43,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "meshwright watch runs/demo-4m --incident 1 --share -o incident.html",
     ),
     "export": (
-        "meshwright export plan.yaml --to torchtitan -o config.py",
+        "meshwright export plan.yaml --to torchtitan -o plan.py --job slurm",
         "meshwright export checkpoints --to huggingface -o model",
     ),
     "profile": (

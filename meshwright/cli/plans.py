@@ -373,6 +373,18 @@ def export(
         bool,
         typer.Option("--with-recipe", help="Of a plan: optimizer and learning rates too"),
     ] = False,
+    job: Annotated[
+        str | None,
+        typer.Option("--job", help="Also write a job that starts it: slurm, kubernetes, skypilot"),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            help="Setting of that job: partition=gpu, image=NAME, script=train.py, "
+            "arguments='--data x'",
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Export a plan or a checkpoint for another framework."""
@@ -381,7 +393,13 @@ def export(
     from meshwright.render.json_output import as_json, export_json
 
     written = commands.export(
-        source, to=to, output=output, dtype=dtype.value, with_recipe=with_recipe
+        source,
+        to=to,
+        output=output,
+        dtype=dtype.value,
+        with_recipe=with_recipe,
+        job=job,
+        settings=settings or (),
     )
     if isinstance(written, commands.FrameworkConfiguration):
         if json:
@@ -391,6 +409,8 @@ def export(
             print(written.text, end="")
         else:
             out.print(f"written to {written.file}; {written.framework} reads it")
+        if written.job is not None:
+            out.print(f"job written to {written.job.file}; submit it: {written.job.submitted_by}")
         for warning in written.warnings:
             print_message(f"warning: {warning}")
         for name, value in written.environment.items():

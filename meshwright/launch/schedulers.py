@@ -9,7 +9,6 @@ secret of its own, by which its nodes know each other
 
 from __future__ import annotations
 
-import re
 import shlex
 import shutil
 import subprocess
@@ -25,6 +24,15 @@ from meshwright.planner.documents import document
 from meshwright.planner.documents.cluster import ClusterSpec, DeviceGroup
 from meshwright.planner.documents.plan import Plan
 from meshwright.planner.errors import DocumentError, HandedOver, LaunchError
+from meshwright.planner.framework_configs.job_files import (
+    RESOURCES,
+    BlockTexts,
+    job_name,
+    job_settings,
+    pod_name,
+    refuse_lines,
+    sbatch_lines,
+)
 from meshwright.runtime.run.authenticated_channel import SECRET, new_secret
 from meshwright.runtime.run.launch_options import Where
 from meshwright.runtime.run.preemption import GRACE_S
@@ -35,7 +43,6 @@ MOUNTED = "/meshwright"
 """Folder of a pod with the plan and the files that it names."""
 STARTS_OF_A_POD = 4
 """Number of starts of a pod before its job gives up."""
-RESOURCES = {"cuda": "nvidia.com/gpu", "rocm": "amd.com/gpu"}
 POD_SETTINGS = ("image", "namespace", "name", "volume", "cpus", "kind")
 KINDS = ("job", "jobset")
 """Kinds of Kubernetes objects that start the pods: the Indexed Job, or a JobSet, which starts all
@@ -95,7 +102,7 @@ def submit(
             f"request; start `meshwright {command.before[0]}` on each node with --nodes, --node "
             "and --rendezvous"
         )
-    settings = _settings(where.job)
+    settings = job_settings(where.job)
     if scheduler == "slurm":
         text = _slurm(plan_path, plan, machine, command, settings, logs=folder)
     else:
@@ -118,16 +125,6 @@ def submit(
     return Submission(text=text, file=file, said=done.stdout.strip())
 
 
-def _settings(texts: Sequence[str]) -> dict[str, str]:
-    settings: dict[str, str] = {}
-    for text in texts:
-        name, sign, value = text.partition("=")
-        if not sign or not re.fullmatch(r"[a-z][a-z0-9-]*", name) or not value.isprintable():
-            raise DocumentError("job", f"{text!a}: write NAME=VALUE, as in partition=gpu")
-        settings[name] = value
-    return settings
-
-
 def _slurm(
     plan_path: str,
     plan: Plan,
@@ -141,7 +138,7 @@ def _slurm(
     (group,) = machine.groups
     each = group.devices_per_node
     asked = {
-        "job-name": _name(plan),
+        "job-name": job_name(plan),
         "nodes": str(group.nodes),
         "ntasks-per-node": "1",
         **({"cpus-per-task": str(each)} if group.accelerator.kind == "cpu" else {}),
@@ -155,19 +152,11 @@ def _slurm(
         **settings,
     }
     words = [sys.executable, "-P", "-m", "meshwright", *command.words(plan_path)]
-    for value in (*asked.values(), *words):
-        if not value.isprintable():  # a line of its own could be read as the script's
-            raise LaunchError(
-                f"on: {value!a} cannot be written into a job script; use another name"
-            )
-    lines = [
-        f"#SBATCH --{name}{f'={_sbatch_value(value)}' if value else ''}"
-        for name, value in asked.items()
-    ]
+    refuse_lines([*asked.values(), *words])
     return "\n".join(
         [
             "#!/bin/bash",
-            *lines,
+            *sbatch_lines(asked),
             # No `set -x` of a site shows it, and no command has it as an argument.
             "set +x -euo pipefail",
             f"{SECRET}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
@@ -204,19 +193,6 @@ _HANDS_OVER = (
 )
 
 
-def _sbatch_value(value: str) -> str:
-    r"""Return a value of an #SBATCH line, where `#` begins a comment and a blank the next option.
-
-    sbatch takes a backslash as bash does between quotes too, so nothing is quoted.
-
-    >>> print(_sbatch_value("/data/my runs/slurm-%j.log"))
-    /data/my\ runs/slurm-%j.log
-    >>> print(_sbatch_value("a#b"), _sbatch_value("24:00:00"))
-    a\#b 24:00:00
-    """
-    return re.sub(r"([^\w@%+=:,./-])", r"\\\1", value)
-
-
 def _kubernetes(
     plan_path: str,
     plan: Plan,
@@ -233,11 +209,7 @@ def _kubernetes(
     if kind not in KINDS:
         raise DocumentError("job", f"kind={kind}: is not known; known: {', '.join(KINDS)}")
     (group,) = machine.groups
-    name = settings.get("name", _name(plan))
-    if not re.fullmatch(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?", name):
-        raise DocumentError(
-            "job", f"name={name}: names of pods have lower-case letters, digits and -; rename it"
-        )
+    name = pod_name(settings.get("name", job_name(plan)))
     meta = {
         "name": name,
         **({"namespace": settings["namespace"]} if "namespace" in settings else {}),
@@ -269,12 +241,12 @@ def _kubernetes(
     ]
     if kind == "jobset":
         parts.append(_job_set(meta, indexed, starts, hands_over=command.handed_over))
-        return yaml.dump_all(parts, Dumper=_Lines, sort_keys=False)
+        return yaml.dump_all(parts, Dumper=BlockTexts, sort_keys=False)
     parts += [
         {"apiVersion": "v1", "kind": "Service", "metadata": meta, "spec": service},
         {"apiVersion": "batch/v1", "kind": "Job", "metadata": meta, "spec": indexed},
     ]
-    return yaml.dump_all(parts, Dumper=_Lines, sort_keys=False)
+    return yaml.dump_all(parts, Dumper=BlockTexts, sort_keys=False)
 
 
 def _job_set(
@@ -379,21 +351,6 @@ def _first_pod(name: str, settings: Mapping[str, str]) -> str:
     return f"{name}-{JOBS_OF_SET}-0-0" if settings.get("kind") == "jobset" else f"{name}-0"
 
 
-class _Lines(yaml.SafeDumper):
-    """Writes texts of several lines as such."""
-
-
-_Lines.add_representer(
-    str,
-    lambda dumper, text: dumper.represent_scalar(
-        # Other characters that end lines would come back as \n: Python does not end a line there.
-        "tag:yaml.org,2002:str",
-        text,
-        style="|" if "\n" in text and text.replace("\n", "").isprintable() else None,
-    ),
-)
-
-
 def _files(plan_path: str, plan: Plan, others: Sequence[str]) -> dict[str, str]:
     """Return the plan and the files beside it, as a pod will find them."""
     files = {"plan.yaml": document.read_text(plan_path)}
@@ -418,8 +375,3 @@ def _exact_text(path: Path) -> str:
         return path.read_bytes().decode()
     except (OSError, ValueError) as error:
         raise document.unreadable(error, path) from error
-
-
-def _name(plan: Plan) -> str:
-    name = re.sub(r"[^a-z0-9]+", "-", plan.model.name.lower()).strip("-")[:40]
-    return f"meshwright-{name}".rstrip("-")

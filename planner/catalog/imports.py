@@ -31,6 +31,19 @@ NAMES: dict[str, str] = {
     "rtx6000ada": "rtx-6000-ada",
 }
 """Catalogue names of accelerators by their names in the lists, where these differ."""
+SKYPILOT_NAMES = {
+    "v100-sxm-16gb": "V100",
+    "v100-sxm-32gb": "V100-32GB",
+    "a100-sxm-40gb": "A100",
+    "a100-sxm-80gb": "A100-80GB",
+    "h100-sxm-80gb": "H100",
+    "h200-sxm": "H200",
+    "rtx-4090": "RTX4090",
+    "rtx-a6000": "RTXA6000",
+    **{name.lower(): name for name in ("T4", "L4", "A10", "A10G", "L40S", "B200", "B300")},
+    "mi300x": "MI300X",
+}
+"""SkyPilot's own names of accelerators by their names in the catalogue."""
 
 
 _Rent = dict[str, object]

@@ -142,9 +142,13 @@ def in_the_script(
     cluster: ClusterSpec | None = None,
     *,
     recipe: bool = True,
+    has_job: bool = False,
 ) -> list[str]:
-    """Return the settings of a plan that its training script or its launcher makes."""
-    wanted = FrameworkPlan(plan=plan, model=model, cluster=cluster, recipe=recipe)
+    """Return the settings of a plan that its training script or its launcher makes.
+
+    Those of the launcher are left out where a job has them.
+    """
+    wanted = FrameworkPlan(plan=plan, model=model, cluster=cluster, recipe=recipe, has_job=has_job)
     left = (
         [] if recipe or to in WHOLE_RECIPES else ["optimizer and learning rates are your recipe's"]
     )

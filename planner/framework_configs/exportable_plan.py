@@ -23,6 +23,8 @@ class FrameworkPlan:
     recipe: bool = True
     """True if optimizer, learning rates and clipping are written too, in place of the other
     framework's own."""
+    has_job: bool = False
+    """True if a job starts the ranks, so that nobody has to."""
 
     @property
     def recomputes(self) -> Counter[str]:

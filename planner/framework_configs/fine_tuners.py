@@ -303,7 +303,7 @@ def llama_factory_obstacles(wanted: FrameworkPlan) -> Iterator[str]:
 def trl_outside(wanted: FrameworkPlan) -> Iterator[str]:
     """Yield settings of a plan that are made elsewhere, and TRL's command that reads the file."""
     objective = wanted.plan.training.objective
-    if objective != "sft":
+    if objective != "sft" and not wanted.has_job:
         yield f"trl {objective} --config, in place of trl sft"
     if objective == "grpo":
         yield f"prompts have at most {_prompt_len(wanted.plan):,} tokens"
@@ -316,7 +316,8 @@ def outside(wanted: FrameworkPlan) -> Iterator[str]:
     if plan.training.objective == "grpo":
         yield "generation of answers, which is no part of the step that was planned"
     yield "the model and the data set, which the same file names"
-    yield f"torchrun or accelerate starts {plan.mesh.devices} ranks"
+    if not wanted.has_job:
+        yield f"torchrun or accelerate starts {plan.mesh.devices} ranks"
     lora = plan.training.lora
     if lora is not None and lora.alpha != round(lora.alpha):
         yield f"lora_alpha: {lora.alpha:g} is rounded"
@@ -401,7 +402,11 @@ def torchtune_outside(wanted: FrameworkPlan) -> Iterator[str]:
     kind = "full" if lora is None else "lora"
     ranks = wanted.plan.mesh.devices
     recipe = f"{kind}_finetune_{'single_device' if ranks == 1 else 'distributed'}"
-    yield f"tune run --nproc_per_node {ranks} {recipe}, whose configuration names model and data"
+    if wanted.has_job:
+        yield f"the model and the data set, from the configuration of {recipe}"
+    else:
+        start = f"tune run --nproc_per_node {ranks} {recipe}"
+        yield f"{start}, whose configuration names model and data"
 
 
 def _yaml(config: dict[str, Any]) -> str:

@@ -31,7 +31,7 @@ _MEGATRON = """
     mock-data no-one-logger attention-dropout hidden-dropout
     train-iters train-samples lr-decay-.* lr-warmup-.* min-lr lr-wsd-decay-.*
     job-name output partition account time error exclusive mem mail-.* comment container-.*
-    label network kill-on-bad-exit export ntasks cpus-per-task gpus-per-task
+    label network kill-on-bad-exit wait export ntasks cpus-per-task gpus-per-task
 """
 _TRANSFORMERS = """
     output_dir overwrite_output_dir logging_.* log_level.* save_.* eval_.* evaluation_strategy

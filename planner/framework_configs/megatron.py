@@ -268,12 +268,18 @@ def deepspeed_text(wanted: FrameworkPlan) -> str:
 
 def outside(wanted: FrameworkPlan) -> Iterator[str]:
     """Yield settings of a plan that are made elsewhere."""
-    mesh, steps = wanted.plan.mesh, wanted.plan.training.warmup_steps * wanted.recipe
-    if mesh.tensor * mesh.context > 1 and wanted.plan.zero < 2:
+    steps = wanted.plan.training.warmup_steps * wanted.recipe
+    if orders_kernels(wanted) and not wanted.has_job:
         yield "CUDA_DEVICE_MAX_CONNECTIONS=1 in the environment, before Blackwell"
     if steps > 1:
         yield f"rates of the first {steps} steps lie below the plan's, by less than 1/{steps}"
     yield from fused_instead(wanted)
+
+
+def orders_kernels(wanted: FrameworkPlan) -> bool:
+    """Return whether Megatron wants CUDA_DEVICE_MAX_CONNECTIONS=1 on devices before Blackwell."""
+    mesh = wanted.plan.mesh
+    return mesh.tensor * mesh.context > 1 and wanted.plan.zero < 2
 
 
 def fused_instead(wanted: FrameworkPlan) -> Iterator[str]:

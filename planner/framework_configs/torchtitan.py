@@ -32,6 +32,8 @@ REGISTERED = {
     "gpt-oss-120b": ("gpt_oss", "gpt_oss_120b"),
 }
 """Modules and functions of torchtitan.models that configure models of the catalogue."""
+MODULES = frozenset({"llama3", "llama4", "deepseek_v3", "qwen3", "qwen3_vl", "gpt_oss", "flux"})
+"""Modules of torchtitan.models, as its --module names them."""
 
 
 def obstacles(wanted: FrameworkPlan) -> Iterator[str]:
@@ -262,7 +264,7 @@ def outside(wanted: FrameworkPlan) -> Iterator[str]:
     _, name = REGISTERED.get(plan.model.name, (None, None))
     if name is None:
         yield "planned(config) takes the configuration of your model, as those of torchtitan.models"
-    else:
+    elif not wanted.has_job:
         yield f"save it as plan.py and start torchtitan.train --module plan --config {name}"
     if wanted.falls and wanted.recipe:
         yield f"training ends at step {plan.training.rate_steps}, where its learning rate does"

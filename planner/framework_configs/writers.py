@@ -95,7 +95,9 @@ def transformers_text(wanted: FrameworkPlan) -> str:
 def transformers_outside(wanted: FrameworkPlan) -> Iterator[str]:
     """Yield settings of a plan that are made elsewhere."""
     plan, steps = wanted.plan, wanted.plan.training.warmup_steps
-    yield f"torchrun starts {plan.mesh.devices} ranks; samples have {plan.seq_len} tokens"
+    if not wanted.has_job:
+        yield f"torchrun starts {plan.mesh.devices} ranks"
+    yield f"samples have {plan.seq_len} tokens"
     lora = plan.training.lora
     if lora is not None:
         yield f"adapters: {fine_tuners.peft_text(lora)}"
@@ -216,7 +218,7 @@ def accelerate_text(wanted: FrameworkPlan) -> str:
 def accelerate_outside(wanted: FrameworkPlan) -> Iterator[str]:
     """Yield settings of a plan that are made elsewhere."""
     plan, t = wanted.plan, wanted.plan.training
-    if len(wanted.ranks_of_nodes) > 1:
+    if len(wanted.ranks_of_nodes) > 1 and not wanted.has_job:
         yield "each node is started with --machine_rank, --main_process_ip and --main_process_port"
     if not plan.zero and recompute_of(wanted) == "full":
         yield "every block is recomputed: model.gradient_checkpointing_enable()"

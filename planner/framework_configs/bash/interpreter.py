@@ -194,6 +194,7 @@ class _ShellVariables:
     variables: dict[str, Value] = field(default_factory=dict)
     exported: set[str] = field(default_factory=set)
     functions: dict[str, Node] = field(default_factory=dict)
+    exported_functions: set[str] = field(default_factory=set)
     arguments: list[str] = field(default_factory=list)
     keyed: set[str] = field(default_factory=set)
     frames: list[dict[str, Value | None]] = field(default_factory=list)
@@ -208,6 +209,7 @@ class _ShellVariables:
             copied,
             set(self.exported),
             dict(self.functions),
+            set(self.exported_functions),
             list(self.arguments),
             set(self.keyed),
             [dict(frame) for frame in self.frames],
@@ -897,6 +899,8 @@ class _Run:
             return status
         name = words[0]
         if name in syntax.DECLARATIONS:
+            if name == "export" and self._exports_functions(command):
+                return True
             return self._declare(name, command)
         if not command.assignments:
             return self._command(words, command)
@@ -948,6 +952,15 @@ class _Run:
                 self.state.exported.update(variables)
             if set(options) & set("nilu"):
                 raise self.refuse(f"{name} -{options} is not followed")
+        return True
+
+    def _exports_functions(self, command: Simple) -> bool:
+        """Note the functions of `export -f`; False for another export."""
+        words = [word for word in command.words[1:] if not isinstance(word, VariableAssignment)]
+        texts = [text for word in words for text in self._fields((word,))]
+        if not texts or texts[0] != "-f":
+            return False
+        self.state.exported_functions.update(texts[1:])
         return True
 
     def _localize(self, name: str, variable: str) -> None:
@@ -1039,7 +1052,11 @@ class _Run:
             at, commanded = 1, False
             while at < len(words) and words[at].startswith(("-", "+")) and words[at] != "--":
                 commanded |= not words[at].startswith("--") and "c" in words[at]
-                at += 2 if words[at] in ("-o", "-O", "--rcfile", "--init-file") else 1
+                # `-euo pipefail`: the last letter of a word of options may take the next word.
+                takes = words[at] in ("--rcfile", "--init-file") or (
+                    not words[at].startswith("--") and words[at][-1] in "oO"
+                )
+                at += 2 if takes else 1
             rest = words[at + (at < len(words) and words[at] == "--") :]
             if commanded:
                 if not rest:
@@ -1062,6 +1079,9 @@ class _Run:
             if isinstance(value, str):
                 state.variables[name] = value
                 state.exported.add(name)
+        for name in self.state.exported_functions & self.state.functions.keys():
+            state.functions[name] = self.state.functions[name]
+            state.exported_functions.add(name)
         return state
 
     def _file(self, words: list[str], *, sourced: bool) -> bool | None:
@@ -1126,7 +1146,8 @@ _ALL_UNKNOWN = f"{BEGIN}{END}"
 _WITH_VALUES = ("-p", "-i", "-l", "-o", "-F", "-J", "-L", "-R", "-D", "-W", "-w", "-x", "-u", "-f")
 
 
-_GAPS = re.compile(r"([ \t\n]+)")
+_GAPS = re.compile(rf"([ \t\n]+)(?![^{BEGIN}{END}]*{END})")
+"""Blanks between words; those of an unknown value's name are not."""
 
 
 def _unquoted_piece(piece: str) -> str:
@@ -1323,7 +1344,9 @@ def _cat(run: _Run, words: list[str], command: Simple | None) -> bool | None:
     if len(words) == 1 and command is not None and command.stdin:
         run._prints(_join_pieces(run._pieces(command.stdin[-1])))
         return True
-    run._prints(None)
+    for name in words[1:] or [""]:
+        is_file = bool(name) and not name.startswith("-") and not unknown_names(name)
+        run._prints(run.around.text_of(name) if is_file else None)
     return None
 
 

@@ -20,6 +20,7 @@ from meshwright.planner.framework_configs.readers.parsed_config import (
     Settings,
     named_file,
 )
+from meshwright.planner.framework_configs.torchtitan import MODULES
 from meshwright.planner.schedules import SCHEDULES
 
 _CLASSES = {
@@ -313,6 +314,14 @@ def of_flags(
         name, text = named_file("--job.config_file", file, surroundings)
         parsed = limits.toml_or_module(text, name)
         sections = of_python(parsed) if isinstance(parsed, ast.Module) else parsed
+    module = flags.get("module")
+    own = None if module is None else _own_module(str(module), surroundings)
+    if own is not None:
+        del flags["module"]
+        chosen = flags.pop("config", None)
+        sections = of_python(own, None if chosen is None else str(chosen))
+    elif module is not None and module not in MODULES:
+        others.append(f"--module {module:.40}")
     for name, value in flags.items():
         section, dot, key = name.replace("-", "_").partition(".")
         if dot:
@@ -327,6 +336,17 @@ def of_flags(
     config = of_sections(sections)
     config.unknown += others
     return config
+
+
+def _own_module(name: str, surroundings: ScriptEnvironment | None) -> ast.Module | None:
+    """Return a module of configurations beside the script; None if it is torchtitan's own."""
+    place = name.replace(".", "/")
+    for file in (f"{place}/config_registry.py", f"{place}.py"):
+        text = None if surroundings is None else surroundings.text_of(file)
+        if text is not None:
+            parsed = limits.toml_or_module(text, file)
+            return parsed if isinstance(parsed, ast.Module) else None
+    return None
 
 
 def of_sections(sections: dict[str, Any]) -> ParsedConfig:

@@ -13,7 +13,11 @@ from meshwright.api import commands
 from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.framework_configs.bash.interpreter import ScriptEnvironment, ways
-from meshwright.planner.framework_configs.import_plan import Imported, import_plan
+from meshwright.planner.framework_configs.import_plan import (
+    Imported,
+    import_plan,
+    read_batch_script,
+)
 from tests.planner.framework_configs.bash_scripts import Script
 
 LAUNCHER = """#!/bin/sh
@@ -218,3 +222,27 @@ def test_words_that_are_not_understood_stay_in_the_plan(tmp_path: Path) -> None:
         assert 0.1 < (prediction.fit_probability or 0) < 0.9
     assert improved.best.plan.not_understood == ("--cpu-things-offload",)
     assert "no plan is called the best" in " ".join(improved.warnings)
+
+
+def test_arguments_in_a_file_are_read_and_other_outputs_are_named() -> None:
+    files = {"args.txt": "--seq-length 512\n--bf16\n"}
+    script = "torchrun pretrain_gpt.py --micro-batch-size 2 {}\n"
+
+    def found(words: str) -> tuple[list[str], list[str]]:
+        surroundings = ScriptEnvironment(files=files.get)
+        parsed = read_batch_script(script.format(words), surroundings)
+        return [str(parsed.seq_len), str(parsed.micro_batch)], parsed.unknown
+
+    assert found("$(cat args.txt)")[0] == ["512", "2"]
+    # Blanks inside of a command's name do not make several words of its output.
+    assert found("$(sed 's/a b/c/' args.txt)")[1] == ["$(sed 's/a b/c/' args.txt)"]
+    assert found("$(cat other.txt args.txt)")[1] == ["$(cat other.txt args.txt)"]
+
+
+def test_functions_reach_a_shell_that_is_started_where_they_are_exported() -> None:
+    body = "go() { torchrun pretrain_gpt.py --micro-batch-size 4; }\n"
+    for start in ("bash -euo pipefail -c go", "srun --ntasks-per-node=1 bash -c go"):
+        parsed = read_batch_script(f"{body}export -f go\n{start}\n")
+        assert parsed.micro_batch == 4
+        with pytest.raises(DocumentError, match="runs no command"):
+            read_batch_script(f"{body}{start}\n")
