@@ -165,7 +165,7 @@ def trl_text(wanted: FrameworkPlan) -> str:
         "attn_implementation": "flash_attention_2",
     }
     if plan.zero:
-        config["fsdp"] = "full_shard"
+        config["fsdp"] = True
         config["fsdp_config"] = {
             "version": 2,
             "cpu_offload": plan.offload == "parameters",
@@ -277,7 +277,7 @@ def llama_factory_text(wanted: FrameworkPlan) -> str:
     if lora is None and plan.precision == "bf16":
         config["pure_bf16"] = True
     if plan.zero:
-        config["fsdp"] = "full_shard"
+        config["fsdp"] = True
         config["fsdp_config"] = {"cpu_offload": plan.offload == "parameters", **_fsdp(wanted)}
     if lora is not None:
         every = EVERY_LINEAR in lora.targets
@@ -372,7 +372,7 @@ def torchtune_text(wanted: FrameworkPlan) -> str:
         "enable_activation_offloading": False,
         "compile": True,
         "optimizer": optimizer,
-        "loss": {"_component_": "torchtune.modules.loss.LinearCrossEntropyLoss"},
+        "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
     }
     if plan.zero:
         config["fsdp_cpu_offload"] = plan.offload == "parameters"

@@ -80,7 +80,7 @@ def transformers_text(wanted: FrameworkPlan) -> str:
     if not wanted.recipe:
         config = {key: value for key, value in config.items() if key in _LAYOUT_KEYS}
     if plan.zero:
-        config["fsdp"] = "full_shard"
+        config["fsdp"] = True
         config["fsdp_config"] = {
             "version": 2,
             "reshard_after_forward": plan.zero == 3,

@@ -68,7 +68,7 @@ from meshwright.runtime.techniques.aligned_linear import products_for, reads_on_
 from meshwright.runtime.techniques.chunked_cross_entropy import in_chunks
 from meshwright.runtime.techniques.compile import Compiler
 from meshwright.runtime.techniques.float8 import NarrowWeights, products_of
-from meshwright.runtime.techniques.packed_weights import expect_packing, pack_values
+from meshwright.runtime.techniques.packed_weights import expect_packing, matrices_in, pack_values
 from meshwright.runtime.techniques.split_backward import PLAIN, WeightGradients, defer
 from meshwright.runtime.techniques.working_copies import Gradients, WorkingCopies, cast_inputs
 from meshwright.runtime.tracing.replayed_stage import RecordedStage
@@ -263,6 +263,7 @@ def apply_plan(staged: Staged) -> Staged:
         (spreads or plan.mesh.tensor > 1, _tensor),
         (plan.loss is not None, _loss),  # over the divided vocabulary
         (plan.weight_gather_dtype == "fp8", _narrow_weights),
+        (plan.training.lora is not None and not described, _packed_values),  # of divided matrices
     ):
         if asked:
             technique(staged)
@@ -314,9 +315,11 @@ def _adapters(staged: Staged) -> None:
     if plan.training.lora.packs_weights:
         for name, layer in layers.items():
             if staged.is_block(name):
-                packed = experts.modules_of(layer).values()
-                expect_packing(layer, packed, plan.training.lora.weights, frozen)
-    staged.adapted = lora.adapt(layers, plan.training.lora, frozen=frozen)
+                routed, weights = experts.modules_of(layer).values(), plan.training.lora.weights
+                expect_packing(matrices_in(layer, routed, weights), weights, frozen)
+    staged.adapted = lora.adapt(layers, plan.training.lora)
+    for layer in layers.values():
+        lora.store_frozen(layer, frozen)
     if staged.stage == 0:
         next(iter(layers.values())).register_forward_hook(lora.wants_gradient)
 
@@ -407,6 +410,12 @@ def _loss(staged: Staged) -> None:
 def _narrow_weights(staged: Staged) -> None:
     """Gather weights in 8 bits."""
     staged.narrow = NarrowWeights(staged.place.data.sharding.get_group())
+
+
+def _packed_values(staged: Staged) -> None:
+    """Pack a script's frozen matrices, which have values already."""
+    for name in staged.module.called_units:
+        pack_values(staged.module.part(name))
 
 
 # --- layer by layer -------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ from meshwright.runtime.checkpoint.state_snapshot import Snapshot, take_snapshot
 from meshwright.runtime.core import batches
 from meshwright.runtime.core.auxiliary_loss import BuffersBefore
 from meshwright.runtime.core.global_batch_loss import whole_batch
+from meshwright.runtime.core.local_parts import to_local
 from meshwright.runtime.core.loss import LossScale, Totals, divisor_near
 from meshwright.runtime.core.torch_api_hints import LossValue, missing, refuse_zero_grad
 from meshwright.runtime.core.torch_internals import numbers_are_of_the_whole
@@ -607,6 +608,21 @@ class Engine:
         """
         self._drain()
         return self._state.tensors()
+
+    def resident_tensors(self) -> dict[str, Tensor]:
+        """Return all that a rank has between steps, by name: `state`, and what no step changes.
+
+        Those are frozen weights, their scales, and buffers; each memory is there once.
+        """
+        result = self.state()
+        memories = {to_local(tensor).untyped_storage()._cdata for tensor in result.values()}
+        for part in self._parts:
+            for name, tensor in (*part.module.named_parameters(), *part.module.named_buffers()):
+                memory = to_local(tensor).untyped_storage()._cdata
+                if memory not in memories and not tensor.requires_grad:
+                    memories.add(memory)
+                    result[f"model.{name}"] = tensor
+        return result
 
     def measure_own_gradient(self) -> None:
         """Let steps from now on measure each rank's own gradient, where its sum over ranks is ours.

@@ -68,6 +68,7 @@ from meshwright.runtime.parallel.data_parallel import activation_type, computes_
 from meshwright.runtime.parallel.sharded_dropout import DividedDraws, Draw
 from meshwright.runtime.parallel.tensor_styles import Styles, styles_by_name
 from meshwright.runtime.techniques.compile import Compiler
+from meshwright.runtime.techniques.lora import store_frozen
 from meshwright.runtime.tracing.absent_parameters import mark_absent
 from meshwright.runtime.tracing.module_stage import ModuleStage
 from meshwright.runtime.tracing.replayed_stage import Around
@@ -250,6 +251,8 @@ class OwnModel:
         """Return this rank's stages, the plan applied."""
         plan, numbers = self.plan, self.plan.stages_of_rank(self.place.stage)
         assert self.participation is not None
+        if plan.training.lora is not None:  # now that all trials, which are in fp32, have run
+            store_frozen(self.module, activation_type(plan.precision))
         parts = tuple(
             script_stage(
                 plan,

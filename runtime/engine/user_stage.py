@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -23,11 +24,20 @@ from meshwright.runtime.engine.apply_plan import Script, Staged, apply_plan, is_
 from meshwright.runtime.engine.losses.named_loss import token_loss
 from meshwright.runtime.engine.unsupported import foreign
 from meshwright.runtime.models.family_adapter import parameter_names
+from meshwright.runtime.parallel import expert_parallel as experts
 from meshwright.runtime.parallel.data_parallel import activation_type, wraps
 from meshwright.runtime.parallel.tensor_styles import ScriptStyles
 from meshwright.runtime.techniques import lora
 from meshwright.runtime.techniques.compile import Compiler
+from meshwright.runtime.techniques.packed_weights import (
+    expect_packing,
+    have_whole_codes,
+    is_packed,
+    matrices_in,
+    pack_values,
+)
 from meshwright.runtime.tracing.module_stage import ModuleStage
+from meshwright.runtime.tracing.parameter_reads import read_by_others
 from meshwright.runtime.tracing.replayed_stage import RecordedStage
 from meshwright.runtime.tracing.tracer import Recorder
 from meshwright.runtime.tracing.unused_parameters import Participation
@@ -244,19 +254,17 @@ def adapt(plan: Plan, module: nn.Module, recorder: Recorder) -> None:
     """
     settings = plan.training.lora
     assert settings is not None
-    if settings.packs_weights:
-        raise LaunchError(
-            f"training.lora.weights: is {settings.weights}, and weights of a module of your own "
-            "stay as they are; use full"
-        )
     apart = {node.unit for node in recorder.first.nodes if node.unit}
     every = EVERY_LINEAR in settings.targets
-    adapted = lora.adapt(
-        {"": module},
-        settings,
-        frozen=activation_type(plan.precision),
-        besides=apart if every else frozenset(),
-    )
+    if settings.packs_weights:
+        matrices = _packed_matrices(plan, module, recorder, apart)
+        if not matrices:
+            raise LaunchError(
+                f"training.lora.weights: is {settings.weights}, and no unit of "
+                f"{type(module).__name__} has a Linear or experts that can be packed; use full"
+            )
+        expect_packing(matrices, settings.weights, activation_type(plan.precision))
+    adapted = lora.adapt({"": module}, settings, besides=apart if every else frozenset())
     if not adapted:
         lora.refuse(settings, type(module).__name__)
     for name, owner, attribute in parameter_names("", module):
@@ -264,6 +272,32 @@ def adapt(plan: Plan, module: nn.Module, recorder: Recorder) -> None:
             value = torch.empty(owner._parameters[attribute].shape)  # type: ignore[union-attr]
             lora.fill(name, value, torch.Generator().manual_seed(seed_of(plan.training.seed, name)))
             owner._parameters[attribute] = nn.Parameter(value)
+
+
+def _packed_matrices(
+    plan: Plan, module: nn.Module, recorder: Recorder, apart: Collection[str]
+) -> list[nn.Module]:
+    """Return the Linears and experts inside units whose weights their own forward alone reads.
+
+    Rows that do not fill elements of the computation's type stay as they are.
+    """
+    settings, dtype = plan.training.lora, activation_type(plan.precision)
+    assert settings is not None
+    others = read_by_others(recorder)
+    names = Counter(recorder.aliases.values())
+    result: dict[int, nn.Module] = {}
+    for unit in sorted(apart) or [""]:
+        part = module.get_submodule(unit)
+        if not is_block(part):
+            continue
+        paths = {id(inner): path for path, inner in part.named_modules(prefix=unit)}
+        for matrix in matrices_in(part, experts.modules_of(part).values(), settings.weights):
+            own = {f"{paths[id(matrix)]}.{name}".lstrip(".") for name in matrix._parameters}
+            shared = any(names[recorder.aliases.get(name, name)] > 1 for name in own)
+            fits = have_whole_codes(matrix, settings.weights, dtype)
+            if fits and not (shared or own & others):
+                result[id(matrix)] = matrix
+    return list(result.values())
 
 
 def script_stage(
@@ -295,6 +329,9 @@ def script_stage(
         module_stage.checks_shapes = (
             plan.mesh.tensor == plan.mesh.context == 1 and plan.loss is None
         )
+    if plan.mesh.tensor == plan.mesh.expert == 1:  # what is divided is packed behind it
+        for name in module_stage.called_units:  # one is on the device in 16 bits at a time
+            pack_values(module_stage.part(name).to(device))
     module_stage.to(device)
     for parameter in module_stage.parameters():
         if parameter.stride() != torch.empty_like(parameter, device="meta").stride():
@@ -326,11 +363,15 @@ def script_stage(
 
 
 def frozen_and_buffers(stages: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
-    """Return what a checkpoint keeps beside trained parameters, by name, sharing live memory."""
+    """Return what a checkpoint keeps beside trained parameters, by name, sharing live memory.
+
+    Packed weights are not part of it: no step changes them, and their codes depend on the plan.
+    """
     result: dict[str, torch.Tensor] = {}
     for stage in stages:
         for name, parameter in stage.named_parameters():
-            if not parameter.requires_grad:
+            path, _, attribute = name.rpartition(".")
+            if not (parameter.requires_grad or is_packed(stage.get_submodule(path), attribute)):
                 result[name] = parameter.detach()
         for prefix, part in stage.named_modules():
             for attribute, buffer in part._buffers.items():

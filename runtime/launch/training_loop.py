@@ -336,7 +336,8 @@ class Loop:
 
     def _held_bytes(self) -> dict[str, int]:
         """Return the bytes on this rank, by kind; on a GPU with what else its allocator has."""
-        sizes = {name: _local_bytes(tensor) for name, tensor in self.engine.state().items()}
+        tensors = self.engine.resident_tensors()
+        sizes = {name: _local_bytes(tensor) for name, tensor in tensors.items()}
         model = sum(size for name, size in sizes.items() if name.startswith("model."))
         held = {
             "parameters": model,
@@ -362,7 +363,9 @@ class Loop:
             step = self.steps_done + 1
             begin = time.perf_counter()
             result = (
-                self._step() if step != watched else peak.watch(self._step, self.engine.state())
+                self._step()
+                if step != watched
+                else peak.watch(self._step, self.engine.resident_tensors())
             )
             step_s.append(time.perf_counter() - begin)
             self._check(step, result)
@@ -677,7 +680,7 @@ class _Peak:
         self._counting = False
 
     def watch(self, step: Callable[[], StepResult], held: Mapping[str, Tensor]) -> StepResult:
-        """Take the step and watch it; `held` are weights and optimizer state."""
+        """Take the step and watch it; `held` are all weights and the optimizer state."""
         if self._blind:
             return step()
         if not self.slows:

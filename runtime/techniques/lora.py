@@ -33,10 +33,9 @@ def adapt(
     layers: Mapping[str, nn.Module],
     lora: Lora,
     *,
-    frozen: torch.dtype,
     besides: Collection[str] = (),
 ) -> int:
-    """Freeze the layers, stored in the type `frozen`; put adapters on what is aimed at.
+    """Freeze the layers, and put adapters on what is aimed at.
 
     Return how many modules are adapted.  Embedding and head are none of them, nor are those whose
     paths in a layer are `besides`.
@@ -45,15 +44,24 @@ def adapt(
     for name, layer in layers.items():
         for parameter in layer.parameters():
             parameter.requires_grad_(False)
-            if parameter.is_floating_point():
-                parameter.data = parameter.data.to(frozen)
         if name in (EMBEDDING, HEAD):
             continue
         for path, module in layer.named_modules():
             if _is_linear(module) and is_target(path, lora) and path not in besides:
                 _adapt(module, lora)
                 count += 1
+            elif isinstance(module, nn.TransformerEncoderLayer):
+                # In eval mode torch hands whole weights to one kernel of its own, past adapters,
+                # but for an unknown activation.
+                module.activation_relu_or_gelu = 0
     return count
+
+
+def store_frozen(layer: nn.Module, dtype: torch.dtype) -> None:
+    """Store a layer's frozen weights in the type that they are computed in."""
+    for parameter in layer.parameters():
+        if parameter.is_floating_point() and not parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
 
 
 def low_rank(module: nn.Module, x: Tensor, a: Tensor, b: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple, cast
 
@@ -273,18 +273,37 @@ def _is_transposed(module: object) -> bool:
     return bool(getattr(module, "is_transposed", False))
 
 
-def expect_packing(
-    layer: nn.Module, experts: Collection[nn.Module], weights: FrozenWeights, dtype: torch.dtype
-) -> None:
-    """Let the Linears and experts of a block be ones that are packed by `pack_values`.
+def matrices_in(
+    layer: nn.Module, experts: Collection[nn.Module], weights: FrozenWeights
+) -> list[nn.Module]:
+    """Return the Linears and experts of a block whose weights are packed.
 
     MXFP4 is of experts alone where there are any, as gpt-oss is published.
     """
     linears = [module for module in layer.modules() if type(module) is nn.Linear]
-    for linear in linears if not (experts and weights == "mxfp4") else ():
-        _expect(linear, PackedLinear, weights, dtype)
-    for module in experts:
-        _expect(module, _experts_class(type(module)), weights, dtype)  # type: ignore[arg-type]
+    return [*(linears if not (experts and weights == "mxfp4") else ()), *experts]
+
+
+def have_whole_codes(module: nn.Module, weights: FrozenWeights, dtype: torch.dtype) -> bool:
+    """Return whether the codes of each row of a Linear or of experts fill elements of a type.
+
+    >>> [have_whole_codes(nn.Linear(n, 8), "nf4", torch.bfloat16) for n in (64, 27)]
+    [True, False]
+    """
+    dim = -2 if _is_transposed(module) else -1
+    names = PackedLinear.packs if isinstance(module, nn.Linear) else PackedExperts.packs
+    lengths = [cast(Tensor, module._parameters[name]).shape[dim] for name in names]
+    per_byte = 1 if weights in LARGEST_CODE else 2
+    return all(length % (per_byte * dtype.itemsize) == 0 for length in lengths)
+
+
+def expect_packing(
+    modules: Iterable[nn.Module], weights: FrozenWeights, dtype: torch.dtype
+) -> None:
+    """Let Linears and experts be ones that are packed by `pack_values`."""
+    for module in modules:
+        linear = type(module) is nn.Linear
+        _expect(module, PackedLinear if linear else _experts_class(type(module)), weights, dtype)  # type: ignore[arg-type]
 
 
 def _expect(module: Any, cls: type[nn.Module], weights: FrozenWeights, dtype: torch.dtype) -> None:
@@ -292,13 +311,19 @@ def _expect(module: Any, cls: type[nn.Module], weights: FrozenWeights, dtype: to
     module.weights, module.computed_in = weights, dtype
 
 
+def is_packed(module: nn.Module, name: str) -> bool:
+    """Return whether a parameter of a module has codes in place of values."""
+    return isinstance(module, _Packs) and f"{name}_scales" in module._buffers
+
+
 @torch.no_grad()
 def pack_values(layer: nn.Module) -> None:
-    """Pack what of a layer has values now and was expected to be."""
+    """Pack what of a layer has values now and was expected to be, if it is not packed yet."""
     for module in layer.modules():
         if isinstance(module, _Packs):
             for name in module.packs:
-                _pack_parameter(module, name)
+                if not is_packed(module, name):
+                    _pack_parameter(module, name)
 
 
 def _pack_parameter(module: Any, name: str) -> None:

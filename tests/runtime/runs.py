@@ -53,11 +53,16 @@ def train(
         losses.append(result.loss)
         norms.append(result.grad_norm)
     weights = {
-        name: (value.full_tensor() if isinstance(value, DTensor) else value).numpy().copy()
+        name: _whole(value).numpy().copy()
         for name, value in engine.state().items()
         if name.startswith("model.")
     }
     return Run(losses, norms, weights)
+
+
+def _whole(value: torch.Tensor) -> torch.Tensor:
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    return whole.float() if whole.dtype == torch.bfloat16 else whole
 
 
 def train_all(

@@ -17,6 +17,7 @@ from meshwright.runtime.core.seeds import seed_of
 from meshwright.runtime.engine.engine import Engine
 from meshwright.runtime.parallel.gradient_compression import RANK
 from meshwright.runtime.techniques import lora
+from meshwright.runtime.techniques.packed_weights import is_packed, pack, restore
 from tests.runtime.ranks import on_ranks
 
 WIDTH, SAMPLES, STEPS = 32, 8, 3
@@ -77,9 +78,11 @@ def adamw(groups: Any) -> torch.optim.Optimizer:
 Run = tuple[list[float], list[float], dict[str, Tensor], int]
 
 
-def trained(fields: dict[str, Any], steps: int = STEPS) -> Run:
+def trained(
+    fields: dict[str, Any], steps: int = STEPS, build: type[nn.Module] | None = None
+) -> Run:
     """Return losses, gradient norms and weights, and how many parameters lie on the host."""
-    engine = Engine(Net, fields, loss=loss, optimizer=adamw, batch=batch_of(0))
+    engine = Engine(build or Net, fields, loss=loss, optimizer=adamw, batch=batch_of(0))
     results = [engine.step(engine.slice(batch_of(step))) for step in range(steps)]
     hosted = sum(host.on_host(slot.local) for slot in engine._optimizers.slots)
     found = [result.loss for result in results], [result.grad_norm for result in results]
@@ -241,8 +244,90 @@ def test_adapters_that_no_module_gets_are_refused() -> None:
         trained({"lora": Lora(rank=4, targets=("q_proj",))})
     with pytest.raises(DocumentError, match=r"lora.*rank"):
         trained({"lora": {"rank": 0}})
-    with pytest.raises(LaunchError, match=r"lora\.weights: is nf4.*use full"):
-        trained({"lora": Lora(rank=4, weights="nf4")})
+    with pytest.raises(LaunchError, match=r"lora\.weights: is nf4, and no unit of Narrow .*full"):
+        trained({"lora": Lora(rank=4, weights="nf4")}, build=Narrow)
+
+
+class Narrow(nn.Module):
+    """No row of a block fills an element of the computation's type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(3, WIDTH)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[0](x[..., :3]) + self.blocks[1](x[..., :3])
+
+
+class Reader(nn.Module):
+    """A block with weights that others read: a product's, two modules' and one of odd rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = nn.Linear(WIDTH, WIDTH)
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.second.weight = self.first.weight
+        self.odd = nn.Linear(27, WIDTH)
+        self.inner = nn.TransformerEncoderLayer(WIDTH, 4, 64, dropout=0.0, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(self.inner.linear1.weight.dtype) + functional.linear(x, self.read.weight)
+        return self.inner(self.second(self.first(x)) + self.odd(x[..., :27]))
+
+
+class Readers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Reader() for _ in range(2))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+PACKED = [f"blocks.{block}.inner.linear{n}" for block in (0, 1) for n in (1, 2)]
+
+
+def restored() -> nn.Module:
+    """Return the module with the weights that packing leaves."""
+    net = Readers()
+    for path in PACKED:
+        weight = net.get_parameter(f"{path}.weight")
+        weight.data = restore(pack(weight.data, "nf4"), "nf4", torch.float32)
+    return net
+
+
+def test_weights_that_their_linear_alone_reads_are_packed() -> None:
+    engines = [
+        Engine(build, {"lora": Lora(rank=4, weights=weights), "recompute": "full"}, loss=loss,
+               optimizer=adamw, batch=batch_of(0))
+        for build, weights in ((Readers, "nf4"), (restored, "full"))
+    ]  # fmt: skip
+
+    packed, whole = ([engine.step(batch_of(step)).loss for step in range(STEPS)]
+                     for engine in engines)  # fmt: skip
+
+    assert packed == pytest.approx(whole, rel=1e-6)
+    parts = engines[0]._parts[0].module.named_modules()
+    assert [path for path, part in parts if is_packed(part, "weight")] == PACKED
+    # torch's kernel for whole layers in eval mode would leave adapters out.
+    assert engines[0].evaluate(batch_of(9)).loss == pytest.approx(
+        engines[1].evaluate(batch_of(9)).loss, rel=1e-6
+    )
+    assert not {f"{path}.weight" for path in PACKED} & engines[0].state_dict().keys()
+
+
+def test_evaluation_has_the_adapters_of_an_encoders_layer() -> None:
+    engine = Engine(Readers, {"lora": Lora(rank=4), "precision": "bf16"}, loss=loss,
+                    optimizer=adamw, batch=batch_of(0))  # fmt: skip
+    engine.step(batch_of(0))
+
+    evaluated = engine.evaluate(batch_of(1)).loss
+
+    assert engine.step(batch_of(1)).loss == pytest.approx(evaluated, rel=1e-3)
+    assert engine.evaluate(batch_of(1)).loss != pytest.approx(evaluated, rel=1e-3)
 
 
 STALE: list[dict[str, Any]] = [

@@ -279,7 +279,9 @@ def _of_fsdp(
     fsdp = Settings({key.removeprefix("fsdp_"): value for key, value in inside.items()})
     listed = value if isinstance(value, list) else str(value or "").replace(",", " ").split()
     words = [str(word) for word in listed]
-    if not value or words == ["no_shard"]:
+    if words in (["True"], ["true"]):  # newer words: all else is in fsdp_config
+        words = ["full_shard", "auto_wrap"]
+    if not value or words in (["no_shard"], ["false"]):
         settings.idle("fsdp_transformer_layer_cls_to_wrap")
         if nested:
             settings.idle("fsdp_config")

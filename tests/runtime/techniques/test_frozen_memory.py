@@ -53,6 +53,8 @@ class HeldBytes(NamedTuple):
     """Of the storages of frozen weights."""
     between_steps: int
     peak: int
+    trained: int
+    """Of adapters, in fp32."""
 
 
 def held_bytes(plans: list[Plan], model: ModelGraph) -> list[HeldBytes]:
@@ -74,7 +76,8 @@ def _held_bytes(one: Plan, model: ModelGraph) -> HeldBytes:
     frozen = sum(
         {w.untyped_storage()._cdata: w.untyped_storage().nbytes() for w in weights}.values()
     )
-    return HeldBytes(frozen, between, live.peak_bytes)
+    trained = sum(slot.local.nbytes for slot in engine._optimizers.slots)
+    return HeldBytes(frozen, between, live.peak_bytes, trained)
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {

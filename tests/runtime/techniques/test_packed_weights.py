@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
 
 from meshwright.planner.costs.predict import predict
 from meshwright.planner.documents.model import ModelGraph
@@ -16,13 +14,12 @@ from meshwright.planner.documents.plan import Plan
 from meshwright.planner.documents.training import FrozenWeights, Lora
 from meshwright.runtime.core.layer_names import EMBEDDING, HEAD
 from meshwright.runtime.launch.training_loop import token_engine
-from meshwright.runtime.optim.learning_rate import learning_rate
 from meshwright.runtime.techniques.packed_weights import PackedLinear, pack, restore
 from tests.parts import some_and_others
 from tests.planner.costs.test_predict_peaks import cluster
 from tests.runtime import cases
 from tests.runtime.ranks import on_ranks
-from tests.runtime.runs import STEPS, train_all
+from tests.runtime.runs import train_all
 from tests.runtime.techniques.test_frozen_memory import held_bytes, wide
 from tests.runtime.techniques.test_frozen_memory import plan as memory_plan
 
@@ -224,86 +221,6 @@ FOUR: dict[str, tuple[str, dict[str, Any]]] = {
     "experts, pipeline": ("mixtral", {"data_shard": 2, "zero": 1, "pipeline": 2, "expert": 2}),
     "context, pipeline": ("qwen3", {"context": 2, "pipeline": 2}),
 }
-
-
-def peft_losses(family: str, weights: FrozenWeights) -> list[float]:
-    """Return losses of the library's model with peft's adapters in a plain loop.
-
-    Its frozen matrices are those that packing leaves.
-    """
-    made = plan(graph(family), weights)
-    engine = token_engine(made, graph(family), device=CPU)
-    whole = token_engine(cases.plan(graph(family)), graph(family), device=CPU)
-    library = AutoModelForCausalLM.from_config(whole._model.adapter.config)
-    state = {
-        name.removeprefix("model."): value
-        for name, value in whole.state().items()
-        if name.startswith("model.")
-    }
-    for name, value in library.named_parameters():
-        value.data.copy_(state[name].reshape(value.shape))
-    library.tie_weights()
-    inside = [
-        (module, name)
-        for path, module in library.named_modules()
-        for name, value in module._parameters.items()
-        if value is not None and "layers." in path and value.ndim > 1
-        if isinstance(module, torch.nn.Linear) or value.ndim == 3
-    ]
-    for module, name in inside if weights != "full" else ():
-        value = module._parameters[name]
-        value.data = restore(pack(value.data, weights), weights, torch.float32)
-    lora = made.training.lora
-    assert lora is not None
-    names = sorted({path.rpartition(".")[2] for path, m in library.named_modules()
-                    if isinstance(m, torch.nn.Linear) and "layers." in path})  # fmt: skip
-    adapted = get_peft_model(
-        library, LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=names)
-    )
-    ours = {n: v for n, v in engine.state().items() if n.startswith("model.")}
-    for name, parameter in adapted.named_parameters():
-        if parameter.requires_grad:
-            path = name.removeprefix("base_model.model.").replace(".default.weight", "")
-            path = path.replace("lora_A", "lora_a").replace("lora_B", "lora_b")
-            parameter.data.copy_(ours[f"model.{path}"])
-    trained = [p for p in adapted.parameters() if p.requires_grad]
-    settings = made.training
-    optimizer = torch.optim.AdamW(
-        trained,
-        betas=(settings.beta1, settings.beta2),
-        eps=settings.epsilon,
-        weight_decay=settings.weight_decay,
-    )
-    losses = []
-    for step in range(STEPS):
-        tokens = cases.global_tokens(step)
-        loss = cases.library_loss(adapted, tokens)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, settings.clip_norm)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(settings, step)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses
-
-
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-@pytest.mark.parametrize(
-    ("family", "weights"),
-    [
-        ("llama", "nf4"),
-        pytest.param("llama", "full", marks=pytest.mark.matrix),
-        pytest.param("qwen3", "nf4", marks=pytest.mark.matrix),
-        pytest.param("qwen3", "full", marks=pytest.mark.matrix),
-        pytest.param("mixtral", "nf4", marks=pytest.mark.matrix),
-        pytest.param("mixtral", "full", marks=pytest.mark.matrix),
-    ],
-)
-def test_losses_are_those_of_peft_in_a_plain_loop(family: str, weights: FrozenWeights) -> None:
-    (found, _) = train_all([("alone", plan(graph(family), weights), graph(family))])[0]
-
-    assert found.losses == pytest.approx(peft_losses(family, weights), rel=1e-5)
 
 
 @pytest.mark.ranks
