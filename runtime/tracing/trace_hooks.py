@@ -33,6 +33,7 @@ from torch.utils._pytree import (
 from meshwright.planner.errors import RecordError
 from meshwright.runtime.core.batches import register_records
 from meshwright.runtime.core.side_effects import PythonNumbers
+from meshwright.runtime.tracing.repeated_units import RepeatedUnits, UnitRun
 from meshwright.runtime.tracing.trace import (
     Leaf,
     Made,
@@ -80,11 +81,21 @@ class Notes:
     """The operations of a forward, noted while it runs."""
 
     def __init__(
-        self, module: nn.Module, opened: frozenset[str], batch: Any, *, replays: bool = True
+        self,
+        module: nn.Module,
+        opened: frozenset[str],
+        batch: Any,
+        *,
+        replays: bool = True,
+        repeated: RepeatedUnits | None = None,
     ) -> None:
-        """`replays` says that what is noted may be replayed, and must not depend on values."""
+        """`replays` says that what is noted may be replayed, and must not depend on values.
+
+        Units that are `repeated` do not run again.
+        """
         self._module = module
         self._replays = replays
+        self._repeated = repeated
         self._opened = opened
         self._paths = {id(part): name for name, part in module.named_modules()}
         self._parameters = [(part, dict(part._parameters)) for part in module.modules()]
@@ -183,22 +194,17 @@ class Notes:
             self._refuse_sizes(tensors)
         self._refuse_unseen(call, unit)
         versions = [tensor._version for tensor in tensors]
-        self._drew, self._operators, grad = False, 0, torch.is_grad_enabled()
-        self.sized_by_values = False
-        before = None if unit is None else PythonNumbers()
-        result = call(*args, **kwargs)
-        drew_python = before is not None and not before.drew_as(PythonNumbers())
-        if unit is not None:
-            trains = grad and any(
-                parameter.requires_grad
-                for parameter in self._module.get_submodule(unit).parameters()
-            )
-            result = tree_map(lambda one: _made_by_unit(one, tensors, trains), result)
-        changed = [
-            tensor
-            for tensor, version in zip(tensors, versions, strict=True)
-            if tensor._version != version
-        ]
+        grad = torch.is_grad_enabled()
+
+        def run() -> UnitRun:
+            return self._run(lambda: call(*args, **kwargs), unit, tensors)
+
+        if unit is None or self._repeated is None:
+            ran = run()
+        else:
+            ran = self._repeated.run(unit, leaves, spec, run)
+        result = ran.result
+        changed = _changed(tensors, versions)
         results = [
             (place, leaf)
             for place, leaf in enumerate(tree_leaves(result))
@@ -226,8 +232,8 @@ class Notes:
                 spec=spec,
                 made=numbers,
                 grad=grad,
-                draws=self._drew or drew_python,
-                draws_python=drew_python,
+                draws=ran.drew,
+                draws_python=ran.drew_python,
                 changed=frozenset(
                     value
                     for tensor in changed
@@ -236,10 +242,31 @@ class Notes:
                 ),
                 changes_held=changes_held,
                 where=where,
-                operators=self._operators,
+                operators=ran.operators,
             )
         )
         return result
+
+    def _run(self, call: Callable[[], Any], unit: str | None, tensors: Sequence[Tensor]) -> UnitRun:
+        """Run a call that is given `tensors`, and say what was seen of it."""
+        versions = [tensor._version for tensor in tensors]
+        self._drew, self._operators, self.sized_by_values = False, 0, False
+        before = None if unit is None else PythonNumbers()
+        result = call()
+        drew_python = before is not None and not before.drew_as(PythonNumbers())
+        if unit is not None:
+            trains = torch.is_grad_enabled() and any(
+                parameter.requires_grad
+                for parameter in self._module.get_submodule(unit).parameters()
+            )
+            result = tree_map(lambda one: _made_by_unit(one, tensors, trains), result)
+        return UnitRun(
+            result,
+            operators=self._operators,
+            drew=self._drew or drew_python,
+            drew_python=drew_python,
+            changes=self.sized_by_values or bool(_changed(tensors, versions)),
+        )
 
     def _name(self, unit: str) -> str:
         calls = self._calls[unit] = self._calls.get(unit, 0) + 1
@@ -588,6 +615,15 @@ def _made_by_unit(output: Any, given: Sequence[Tensor], trains: bool) -> Any:
     if trains and not output.requires_grad and output.is_floating_point():
         return output.detach().requires_grad_().clone()
     return output.view_as(output) if any(output is argument for argument in given) else output
+
+
+def _changed(tensors: Sequence[Tensor], versions: Sequence[int]) -> list[Tensor]:
+    """Return the tensors that have changed in place since they had these versions."""
+    return [
+        tensor
+        for tensor, version in zip(tensors, versions, strict=True)
+        if tensor._version != version
+    ]
 
 
 def _storage(tensor: Tensor) -> int:

@@ -43,6 +43,7 @@ from meshwright.runtime.core.side_effects import (
     deepcopy_module,
     restore_side_effects,
 )
+from meshwright.runtime.tracing.repeated_units import RepeatedUnits
 from meshwright.runtime.tracing.trace import (
     ModuleTensor,
     Recording,
@@ -294,7 +295,8 @@ class Recorder:
         with self.without_data(batch) as (module, given):
             if not training:
                 module.eval()
-            notes = Notes(module, self.opened, given, replays=not self._whole)
+            repeated = RepeatedUnits(module) if self.is_fake else None
+            notes = Notes(module, self.opened, given, replays=not self._whole, repeated=repeated)
             before = PythonNumbers()
             with notes.listening():
                 args, kwargs = arguments(self.inputs(given))
