@@ -47,7 +47,7 @@ from meshwright.runtime.engine.engine_state import (
     keeper_of,
 )
 from meshwright.runtime.engine.language_model import LanguageModel
-from meshwright.runtime.engine.pipedream_2bw import LateUpdates
+from meshwright.runtime.engine.pipedream_2bw import LateUpdates, StalePipeline
 from meshwright.runtime.engine.setup import (
     check_functions,
     device_of,
@@ -75,8 +75,6 @@ from meshwright.runtime.tracing.replayed_stage import MicroBatch
 from meshwright.runtime.tracing.tracer import Inputs
 
 if TYPE_CHECKING:
-    from meshwright.runtime.engine.language_model import LanguageModel
-    from meshwright.runtime.engine.pipedream_2bw import LateUpdates
     from meshwright.runtime.engine.token_module import TokenModel
 
 
@@ -306,11 +304,6 @@ class Engine:
                     f"schedule: is {plan.schedule}, whose backward is one step late, and a loss or "
                     "a sum over the whole batch needs all outputs before; use schedule 1f1b"
                 )
-            from meshwright.runtime.engine.pipedream_2bw import (  # noqa: PLC0415 - one schedule needs it
-                LateUpdates,
-                StalePipeline,
-            )
-
             pipeline = self._passes.pipeline_of(
                 [MicroBatch(batches.part_of(example, range(plan.micro_batch)))]
             )
