@@ -96,14 +96,9 @@ def test_paths_of_parts_that_others_walk_end_in_order(device: Path) -> None:
     for name, row in rows.items():
         assert (name, row["failed"], row["races"]) == (name, None, {})
         if not name.startswith("profile: "):
-            assert row["syncs"] == expected(name), name
+            assert row["syncs"] == REPORT, name
         if name in PRODUCTS:
             assert row["products"]["mm"] == [PRODUCTS[name]], name
-
-
-def expected(path: str) -> dict[str, int]:
-    """Return what the host waits for in a step where nothing else asks it to."""
-    return REPORT
 
 
 def test_work_on_one_stream_waits_for_what_it_needs_of_another(
@@ -116,7 +111,7 @@ def test_work_on_one_stream_waits_for_what_it_needs_of_another(
 
 def test_the_host_waits_for_a_step_only_at_its_ends(walked: dict[str, dict[str, Any]]) -> None:
     steps = {name: row["syncs"] for name, row in walked.items() if not name.startswith("profile: ")}
-    more = {name: syncs for name, syncs in steps.items() if syncs != expected(name)}
+    more = {name: syncs for name, syncs in steps.items() if syncs != REPORT}
 
     assert set(more) == {
         "offloaded parameters",
