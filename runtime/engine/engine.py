@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, assert_never
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from meshwright.planner.documents.cluster import EIGHT_BITS
@@ -36,6 +35,7 @@ from meshwright.runtime.checkpoint.state_snapshot import Snapshot, take_snapshot
 from meshwright.runtime.core import batches
 from meshwright.runtime.core.auxiliary_loss import BuffersBefore
 from meshwright.runtime.core.global_batch_loss import whole_batch
+from meshwright.runtime.core.local_parts import to_local
 from meshwright.runtime.core.loss import LossScale, Totals, divisor_near
 from meshwright.runtime.core.torch_api_hints import LossValue, missing, refuse_zero_grad
 from meshwright.runtime.core.torch_internals import numbers_are_of_the_whole
@@ -641,11 +641,7 @@ class Engine:
     def gradient_bytes(self) -> int:
         """Bytes that this rank's gradients take now."""
         grads = [slot.parameter.grad for slot in self._optimizers.slots]
-        return sum(
-            (grad.to_local() if isinstance(grad, DTensor) else grad).nbytes
-            for grad in grads
-            if grad is not None
-        )
+        return sum(to_local(grad).nbytes for grad in grads if grad is not None)
 
     def refuse_drifted(self) -> None:
         """Compare replicas now; LaunchError, on all ranks, where one has drifted."""
