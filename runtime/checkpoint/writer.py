@@ -26,7 +26,6 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
-from torch.distributed.tensor import DTensor
 
 from meshwright.planner.documents.events import Decision, Saved
 from meshwright.planner.documents.model import ModelGraph
@@ -39,6 +38,7 @@ from meshwright.runtime.checkpoint.checkpoint import KEEP, Progress
 from meshwright.runtime.checkpoint.shard_manifest import WrittenPart
 from meshwright.runtime.checkpoint.storage import TensorWriter
 from meshwright.runtime.checkpoint.tensor_index import INDEX
+from meshwright.runtime.core.local_parts import to_local
 from meshwright.runtime.core.object_collectives import broadcast_json, host_group, raise_on_all
 from meshwright.runtime.run.locks_and_signals import alone_in
 from meshwright.runtime.run.metrics import Metrics
@@ -284,7 +284,7 @@ def _without_group() -> Iterator[None]:
 def _check_finite(state: Mapping[str, Tensor], step: int) -> None:
     """Refuse to save weights that no training can go on from."""
     for value in state.values():
-        local = value.to_local() if isinstance(value, DTensor) else value
+        local = to_local(value)
         if local.is_floating_point() and not bool(torch.isfinite(local).all()):
             raise LaunchError(
                 f"step {step} left weights or optimizer state that are not finite; they are not "

@@ -30,9 +30,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from meshwright.planner.errors import BatchError
+from meshwright.runtime.core.local_parts import to_local
 
 IGNORED = -100
 """The target of a position that does not count, as in torch's cross-entropy."""
@@ -136,8 +136,7 @@ class Totals:
 
 def plain(value: Tensor) -> Tensor:
     """Return a value without its graph, as this rank has it."""
-    value = value.detach()
-    return value.to_local() if isinstance(value, DTensor) else value
+    return to_local(value.detach())
 
 
 INITIAL = 2.0**16

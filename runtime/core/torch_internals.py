@@ -1,8 +1,7 @@
 """Names of torch that are not public, for both versions that this project runs on.
 
 The only file that imports them.  Names that torch 2.11 and 2.13 share are passed on; where the two
-differ, one function here does the work with either.  Where a class of torch is extended
-(runtime/engine/pipeline.py), the extension overrides only methods that both versions call.
+differ, one function here does the work with either.
 """
 
 from __future__ import annotations
@@ -48,6 +47,7 @@ __all__ = [
     "compiler_lack",
     "compute_local_shape_and_global_offset",
     "end_backward",
+    "end_backwards",
     "expect_graphs",
     "extend_gather",
     "forget_forward_order",
@@ -57,6 +57,7 @@ __all__ = [
     "is_traced",
     "let_go_of_reduced",
     "numbers_are_of_the_whole",
+    "pass_by",
     "reduce_scatter",
     "refuse_graph",
     "replicate",
@@ -71,16 +72,6 @@ T = TypeVar("T")
 
 
 # torch's compiler takes a second to import, so only who compiles does.
-
-
-def pipeline_classes() -> tuple[Any, Any]:
-    """Return torch's action of a schedule, and what runs schedules: an import of a second."""
-    from torch.distributed.pipelining.schedules import (  # noqa: PLC0415 - plans without pipeline need none of it
-        _Action,
-        _PipelineScheduleRuntime,
-    )
-
-    return _Action, _PipelineScheduleRuntime
 
 
 def saved_tensors_hooks_outside() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
@@ -268,6 +259,26 @@ def end_backward(module: FSDPModule) -> None:
     for group in reversed(_groups_of(_fsdp_state(module))):
         if not _is_behind_backward(group):
             group.post_backward()
+
+
+def pass_by(module: FSDPModule, *, begun: bool) -> None:
+    """Let FSDP do what a forward of a module, or the rest of one that failed, would have done."""
+    state = _fsdp_state(module)
+    if not begun:
+        state._pre_forward(module, (), {})
+    state._post_forward(module, (), ())
+
+
+def end_backwards(module: FSDPModule) -> None:
+    """Let FSDP reduce all that the backwards of a step have added, which it was told to keep."""
+    module.set_is_last_backward(True)
+    module.set_reshard_after_backward(True)
+    module.set_requires_gradient_sync(True)
+    own = _fsdp_state(module)
+    for state in own._state_ctx.all_states:
+        for group in _groups_of(state):
+            group.post_backward()
+    own._root_post_backward_final_callback()
 
 
 def _is_behind_backward(group: Any) -> bool:

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, assert_never
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from meshwright.planner.documents.cluster import EIGHT_BITS
@@ -48,7 +47,7 @@ from meshwright.runtime.engine.engine_state import (
     keeper_of,
 )
 from meshwright.runtime.engine.language_model import LanguageModel
-from meshwright.runtime.engine.pipedream_2bw import LateUpdates
+from meshwright.runtime.engine.pipedream_2bw import LateUpdates, StalePipeline
 from meshwright.runtime.engine.setup import (
     check_functions,
     device_of,
@@ -76,8 +75,6 @@ from meshwright.runtime.tracing.replayed_stage import MicroBatch
 from meshwright.runtime.tracing.tracer import Inputs
 
 if TYPE_CHECKING:
-    from meshwright.runtime.engine.language_model import LanguageModel
-    from meshwright.runtime.engine.pipedream_2bw import LateUpdates
     from meshwright.runtime.engine.token_module import TokenModel
 
 
@@ -307,11 +304,6 @@ class Engine:
                     f"schedule: is {plan.schedule}, whose backward is one step late, and a loss or "
                     "a sum over the whole batch needs all outputs before; use schedule 1f1b"
                 )
-            from meshwright.runtime.engine.pipedream_2bw import (  # noqa: PLC0415 - one schedule needs it
-                LateUpdates,
-                StalePipeline,
-            )
-
             pipeline = self._passes.pipeline_of(
                 [MicroBatch(batches.part_of(example, range(plan.micro_batch)))]
             )
@@ -664,11 +656,7 @@ class Engine:
     def gradient_bytes(self) -> int:
         """Bytes that this rank's gradients take now."""
         grads = [slot.parameter.grad for slot in self._optimizers.slots]
-        return sum(
-            (grad.to_local() if isinstance(grad, DTensor) else grad).nbytes
-            for grad in grads
-            if grad is not None
-        )
+        return sum(to_local(grad).nbytes for grad in grads if grad is not None)
 
     def refuse_drifted(self) -> None:
         """Compare replicas now; LaunchError, on all ranks, where one has drifted."""

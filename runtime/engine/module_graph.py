@@ -420,7 +420,10 @@ def changes_by_samples(
             twin = deepcopy_module(module)
             seed_all(seed)
             inner_loss.begin("")
-            _forward_of(twin, recorder, batch)
+            try:
+                _forward_of(twin, recorder, batch)
+            except Exception:  # it takes no such samples
+                return True
             if of_batch is not None and of_batch.adding:
                 of_batch.finish(lambda value: value)
                 continue

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.planner.schedules import schedule
-from meshwright.planner.schedules.schedule_record import Action
+from meshwright.planner.schedules.schedule_record import Action, Kind
 from meshwright.runtime.engine.pipeline import RecordedPipeline
 from meshwright.runtime.optim.sharded_optimizer import TorchOptimizers
 from meshwright.runtime.tracing.replayed_stage import MicroBatch, RecordedStage
@@ -91,49 +91,38 @@ class StalePipeline(RecordedPipeline):
             device=device,
             loss=loss,
         )
-        (part,) = self._parts
-        both = schedule.orders(name, **shape, steps=2)[part.stage]
-        second = both.index(Action(part.stage, "F", micro_batches))
-        behind = stages - 1 - part.stage  # micro-batches that are in flight when a step ends
+        (self._stage,) = own
+        both = schedule.orders(name, **shape, steps=2)[self._stage]
+        second = both.index(Action(self._stage, "F", micro_batches))
+        behind = stages - 1 - self._stage  # micro-batches that are in flight when a step ends
         self._fill, self._go_on = both[:second], both[second : len(both) - behind]
         self._rest = both[len(both) - behind :]
-        (self._module,) = own.values()
-        self._part, self._last_stage = part, part.stage == stages - 1
-        self._gradient_group = groups[1]
-        self._parameters = [p for p in part.module.parameters() if p.requires_grad]
+        self._parameters = [p for p in own[self._stage].parameters() if p.requires_grad]
         self.versions = WeightVersions(self._parameters)
         self._steps = 0
         self._filled = False
         self._due: list[int] = []
-        self._in_flight: dict[tuple[int, int], tuple[list[Tensor], tuple[Tensor, ...]]] = {}
-        """Inputs and outputs of each micro-batch in flight, by its step and number."""
         self._grads: dict[int, list[Tensor | None]] = {}
-        self._under_way: list[tuple[dist.Work, Tensor]] = []
 
-    def run(self, tokens: Tensor, targets: Tensor) -> list[Tensor]:
+    def run(self, inputs: Sequence[Any]) -> list[Tensor]:
         """Begin a step and go on with the one before; return the losses on the last stage."""
         first = self._steps - 1 if self._filled else self._steps
-        losses: list[Tensor] = []
-        for action in self._go_on if self._filled else self._fill:
-            later, micro_batch = divmod(action.micro_batch, self._micro_batches)
-            if action.kind == "F":
-                losses += self._forward(first + later, micro_batch)
-            else:
-                self._backward(first + later, micro_batch)
+        self._losses = []
+        for _, kind, number in self._go_on if self._filled else self._fill:
+            self._act(kind, first * self._micro_batches + number)
         self._due.append(self._steps)
         self._steps += 1
         self._filled = True
         self.versions.use(self.versions.newest)
-        return losses
+        return self._losses
 
     def drain(self) -> None:
         """Do all backwards that are left."""
         if self._filled:
-            for action in self._rest:
-                self._backward(self._steps - 1, action.micro_batch % self._micro_batches)
-            for work, _ in self._under_way:
-                work.wait()
-            self._under_way.clear()
+            first = (self._steps - 1) * self._micro_batches
+            for _, kind, number in self._rest:
+                self._act(kind, first + number % self._micro_batches)
+            self._finish_sends()
             self._filled = False
             self.versions.use(self.versions.newest)
 
@@ -144,55 +133,32 @@ class StalePipeline(RecordedPipeline):
     def begin_update(self) -> None:
         """Let the parameters be a new version, with the gradients of the oldest step due."""
         self.versions.next()
-        grads = self._grads.pop(self._due.pop(0))
+        self._exchange(self._grads.pop(self._due.pop(0)))
+
+    def _act(self, kind: Kind, number: int) -> None:
+        """Run a micro-batch on the weights of its step, backward into its step's gradients.
+
+        Micro-batches are numbered from the first step on.
+        """
+        stage, step = self._stage, number // self._micro_batches
+        self.versions.use(max(0, step - 1))
+        if kind == "F":
+            if stage:
+                self._receive("F", stage, number)
+            self._forward(stage, number, ())
+            return
+        if stage < self._last:
+            self._receive("B", stage, number)
+        self._exchange(self._grads.get(step) or [None] * len(self._parameters))
+        self._backward(stage, number, whole=True)
+        self._grads[step] = self._exchange([None] * len(self._parameters))
+
+    def _exchange(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Give the parameters other gradients; return those that they had."""
+        before = [parameter.grad for parameter in self._parameters]
         for parameter, grad in zip(self._parameters, grads, strict=True):
             parameter.grad = grad
-
-    def _forward(self, step: int, micro_batch: int) -> list[Tensor]:
-        """Run a micro-batch forward; return its loss, if this is the last stage."""
-        self.versions.use(max(0, step - 1))
-        taken = [
-            self._receive(like, self._part.stage - 1).requires_grad_(like.requires_grad)
-            for like in (self._part.inputs if self._part.stage else ())
-        ]
-        self._module.select(micro_batch)
-        outputs = self._part.module(*taken)
-        outputs = (outputs,) if self._last_stage else outputs
-        if not self._last_stage:
-            for output in outputs:
-                self._send(output.detach(), self._group, self._part.stage + 1)
-        self._in_flight[step, micro_batch] = taken, outputs
-        return list(outputs) if self._last_stage else []
-
-    def _backward(self, step: int, micro_batch: int) -> None:
-        """Run a micro-batch backward, on the weights of its forward, into its step's gradients."""
-        self.versions.use(max(0, step - 1))
-        taken, outputs = self._in_flight.pop((step, micro_batch))
-        outputs = tuple(output for output in outputs if output.requires_grad)
-        gradients = [
-            torch.empty_like(output, memory_format=torch.contiguous_format)
-            for output in (() if self._last_stage else outputs)
-        ]
-        for gradient in gradients:
-            dist.recv(gradient, group=self._gradient_group, group_src=self._part.stage + 1)
-        grads = self._grads.get(step) or [None] * len(self._parameters)
-        for parameter, grad in zip(self._parameters, grads, strict=True):
-            parameter.grad = grad
-        torch.autograd.backward(outputs, gradients or None)
-        self._grads[step] = [parameter.grad for parameter in self._parameters]
-        for parameter in self._parameters:
-            parameter.grad = None
-        for received in taken:
-            if received.requires_grad:
-                grad = torch.zeros_like(received) if received.grad is None else received.grad
-                self._send(grad, self._gradient_group, self._part.stage - 1)
-
-    def _send(self, tensor: Tensor, group: dist.ProcessGroup, stage: int) -> None:
-        tensor = tensor.contiguous()
-        work = dist.isend(tensor, group=group, group_dst=stage)
-        assert work is not None
-        self._under_way = [pair for pair in self._under_way if not pair[0].is_completed()]
-        self._under_way.append((work, tensor))
+        return before
 
 
 class LateUpdates:

@@ -1,7 +1,8 @@
-"""One rank's part of a pipeline, run by torch from our own action lists.
+"""One rank's part of a pipeline, run as its schedule's list of actions says.
 
-torch adds the sends and receives to a compute-only list; which computation comes when is
-meshwright.planner.schedules.schedule's decision alone.
+Which computation comes when is meshwright.planner.schedules.schedule's decision alone.  Here a list
+gets its receives: each stands right behind the send that it belongs to, in one order of all ranks'
+actions, so that what stands before a receive needs nothing that this rank does later.
 
 Under a schedule of stages of a recorded module, what crosses is the stages' own, and the batch is
 everywhere: every rank gives all micro-batches of its slice to `run_all`, and a stage takes the one
@@ -11,33 +12,33 @@ whose number the schedule says.
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
 from meshwright.planner.errors import LaunchError
 from meshwright.planner.schedules.schedule import Order
-from meshwright.runtime.core.torch_internals import fsdp_parameters, pipeline_classes
+from meshwright.planner.schedules.schedule_record import Action
+from meshwright.runtime.core.torch_internals import end_backwards, fsdp_parameters
 from meshwright.runtime.techniques.split_backward import WeightGradients
 from meshwright.runtime.tracing.replayed_stage import MicroBatch, RecordedStage
 from meshwright.runtime.tracing.trace import Recording
 
-PipelineAction, PipelineRuntime = pipeline_classes()
 GRADIENTS_ON_THE_WAY = 2
-"""Sent gradients that may be under way before a stage waits for the oldest.
-
-torch writes the receive of a message into the other rank's list right behind its send, in one order
-of all ranks' actions.  What stands before that receive therefore needs nothing that this rank does
-later, and the wait always ends.
-"""
+"""Sent gradients that may be under way before a stage waits for the oldest: the wait always ends,
+since the receive stands right behind the send."""
+MOST_GATHERED = 3
+"""Stages of a rank whose divided parameters are gathered at a time."""
+Way = Literal["F", "B"]
+"""Which way a message goes: an activation to the next stage, or a gradient back."""
+Message = dist.Work | None
+Verb = Literal["run", "receive", "gather", "let go"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,317 +66,283 @@ class Pipeline:
         parts: Sequence[StagePart],
         orders: tuple[Order, ...],
         *,
-        micro_batches: int,
         groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
         device: torch.device,
-        loss: Callable[[Tensor, Tensor], Tensor],
+        loss: Callable[[Any, int], Tensor],
     ) -> None:
-        """`loss` must already be divided by the number of micro-batches.
+        """`loss` gets the last stage's output and the number of its micro-batch.
 
         `groups` are of the same ranks, one for activations and one for gradients: NCCL runs what a
         group sends and receives in order, and a gradient would wait behind a receive that was
         posted early.
         """
-        count = 1 + max(action.stage for order in orders for action in order)
-        self._parts = tuple(parts)
+        self._parts = {part.stage: part for part in sorted(parts, key=lambda part: part.stage)}
         self._rank_of = {
             action.stage: rank for rank, order in enumerate(orders) for action in order
         }
-        self._group, self._device = groups[0], device
-        self._micro_batches, self._loss = micro_batches, loss
-        self._stages = [_PipelineStage(part, count, device, groups) for part in parts]
-        self._schedule = PipelineRuntime(
-            self._stages, micro_batches, loss_fn=loss, scale_grads=False
-        )
-        self._schedule._prepare_schedule_with_comms(
-            {
-                rank: [PipelineAction.from_str(str(action)) for action in order]
-                for rank, order in enumerate(orders)
-            }
-        )
+        self._last = max(self._rank_of)
+        self._groups: dict[Way, dist.ProcessGroup] = {"F": groups[0], "B": groups[1]}
+        self._device, self._loss = device, loss
+        self._losses: list[Tensor] = []
+        rank = self._rank_of[parts[0].stage]
+        self._actions = with_gathers(with_receives(orders)[rank])
+        self._coming: dict[tuple[Way, int, int], tuple[list[Message], tuple[Tensor, ...]]] = {}
+        """Messages that are received, or come from a stage of this rank, by way, stage, number."""
+        self._flight: dict[tuple[int, int], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
+        """Inputs and outputs of what is between forward and backward, by stage and number."""
+        self._weights: dict[tuple[int, int], Callable[[], None]] = {}
+        self._sent_activations: dict[tuple[int, int], list[Message]] = {}
+        self._sent_gradients: dict[int, deque[list[Message]]] = {at: deque() for at in self._parts}
+        self._gathers: dict[int, list[UnshardHandle]] = {}
 
-    def run(self, tokens: Tensor, targets: Tensor) -> list[Tensor]:
-        """Run one step on all micro-batches; return their losses on the last stage."""
-        losses: list[Tensor] = []
-        is_last = any(stage.is_last for stage in self._stages)
-        self._schedule.step(
-            *((tokens,) if any(stage.is_first for stage in self._stages) else ()),
-            target=targets if is_last else None,
-            losses=losses if is_last else None,
-            return_outputs=False,
-        )
-        for stage in self._stages:
-            stage.finish_sends()
-        return losses
+    def run(self, inputs: Sequence[Any]) -> list[Tensor]:
+        """Run one step on the first stage's inputs, by micro-batch; return the last's losses."""
+        self._losses = []
+        for table in (self._coming, self._flight, self._weights):  # of a step that has failed
+            table.clear()
+        left = dict.fromkeys(self._parts, len(inputs))
+        for verb, (stage, kind, number) in self._actions:
+            if verb == "receive":
+                self._receive("F" if kind == "F" else "B", stage, number)
+            elif verb != "run":
+                self._gather(stage, stays=verb == "gather")
+            elif kind == "F":
+                self._forward(stage, number, inputs[number])
+            else:
+                if kind == "W":
+                    self._add_weight_gradients(stage, number)
+                else:
+                    self._backward(stage, number, whole=kind == "B")
+                left[stage] -= kind != "I"
+                module = self._parts[stage].module
+                if not left[stage] and isinstance(module, FSDPModule):
+                    end_backwards(module)
+        self._finish_sends()
+        return self._losses
 
     @torch.no_grad()
-    def evaluate(self, tokens: Tensor, targets: Tensor) -> list[Tensor]:
+    def evaluate(self, inputs: Sequence[Any]) -> list[Tensor]:
         """Run all micro-batches forward only; return their losses on the last stage.
 
         Every rank takes its stages in the order of the model, one micro-batch after the other, so
         that messages between two ranks are received in the order in which they are sent.
         """
-        losses: list[Tensor] = []
-        sends: list[dist.Work] = []
-        pairs = zip(
-            tokens.chunk(self._micro_batches), targets.chunk(self._micro_batches), strict=True
-        )
-        for number, (batch, target) in enumerate(pairs):
-            x: Tensor | tuple[Tensor, ...] = batch
-            for part in self._parts:
-                rank = self._rank_of[part.stage]
-                before = self._rank_of.get(part.stage - 1)
-                after = self._rank_of.get(part.stage + 1)
-                if before is not None and before != rank:
-                    x = tuple(self._receive(declared, before) for declared in _tuple(part.inputs))
-                if part.select is not None:
-                    part.select(number)
-                x = output = part.module(*_tuple(x))
-                if after is None:
-                    losses.append(self._loss(output, target))
-                elif after != rank:
-                    for tensor in _tuple(x):
-                        send = dist.isend(tensor.contiguous(), group=self._group, group_dst=after)
-                        assert send is not None
-                        sends.append(send)
-        for send in sends:
-            send.wait()
-        return losses
+        self._losses = []
+        for number, given in enumerate(inputs):
+            for stage in self._parts:
+                if stage and stage - 1 not in self._parts:
+                    self._receive("F", stage, number)
+                self._forward(stage, number, given)
+                del self._flight[stage, number]
+        self._finish_sends()
+        return self._losses
 
-    def _receive(self, declared: Tensor, source: int) -> Tensor:
-        """Wait for a tensor like a declared one from another rank of the pipeline."""
-        buffer = torch.empty(declared.shape, dtype=declared.dtype, device=self._device)
-        dist.recv(buffer, group=self._group, group_src=source)
-        return buffer
+    def _forward(self, stage: int, number: int, given: Any) -> None:
+        """Run a micro-batch through a stage, and hand its outputs on."""
+        part = self._parts[stage]
+        taken = _tuple(given)
+        if stage:
+            taken = self._take("F", stage, number)
+            for tensor, declared in zip(taken, _tuple(part.inputs), strict=True):
+                tensor.requires_grad_(declared.requires_grad and torch.is_grad_enabled())
+        self._wait_for_gathered(stage)
+        if part.select is not None:
+            part.select(number)
+        outputs = _tuple(part.module(*taken))
+        if stage == self._last:
+            outputs = (self._loss(outputs[0], number),)
+            self._losses += outputs
+        else:
+            for output, declared in zip(outputs, _tuple(part.outputs), strict=True):
+                _check_output(stage, output, declared)
+            self._hand_on("F", stage, number, outputs)
+        self._flight[stage, number] = (taken if stage else ()), outputs
+
+    def _backward(self, stage: int, number: int, *, whole: bool) -> None:
+        """Run a micro-batch back through a stage; its weights' gradients wait unless `whole`."""
+        part = self._parts[stage]
+        gradients = self._take("B", stage, number) if stage < self._last else None
+        taken, outputs = self._flight.pop((stage, number))
+        if part.store is not None:
+            part.store.deferring = not whole
+        self._wait_for_gathered(stage)
+        if isinstance(part.module, FSDPModule):
+            part.module.set_is_last_backward(False)
+            part.module.set_reshard_after_backward(False)
+            part.module.set_requires_gradient_sync(False)
+        if stage < self._last:
+            declared = zip(outputs, _tuple(part.outputs), strict=True)
+            outputs = tuple(output for output, like in declared if like.requires_grad)
+        torch.autograd.backward(outputs, gradients)
+        if part.store is not None:
+            make = part.store.take_deferred()
+            if whole:
+                make()
+            else:
+                self._weights[stage, number] = make
+        # The next stage has sent this micro-batch's gradient, so it has had the activation.
+        _wait(self._sent_activations.pop((stage, number), ()))
+        if stage:
+            self._hand_on("B", stage, number, [_gradient(x) for x in taken if x.requires_grad])
+
+    def _add_weight_gradients(self, stage: int, number: int) -> None:
+        """Make the weight gradients that a backward has put off."""
+        self._weights.pop((stage, number))()
+        module = self._parts[stage].module
+        if isinstance(module, FSDPModule):
+            # It moves gradients to where it sums them after a backward, and knows none made later.
+            for parameter in fsdp_parameters(module, below=True):
+                parameter.accumulate_unsharded_grad_if_needed()
+                parameter.to_accumulated_grad_if_needed()
+
+    # --- messages -----------------------------------------------------------------------------
+
+    def _receive(self, way: Way, stage: int, number: int) -> None:
+        """Begin to receive what an action of a stage needs of another rank."""
+        part = self._parts[stage]
+        # What has no gradient (token numbers, a mask) gets none back.
+        declared = _tuple(part.inputs) if way == "F" else _tuple(part.outputs)
+        declared = tuple(like for like in declared if way == "F" or like.requires_grad)
+        source = self._rank_of[stage - 1 if way == "F" else stage + 1]
+        works, buffers = [], []
+        for like in declared:
+            buffer = torch.empty(like.shape, dtype=like.dtype, device=self._device)
+            works.append(dist.irecv(buffer, group=self._groups[way], group_src=source))
+            buffers.append(buffer)
+        self._coming[way, stage, number] = works, tuple(buffers)
+
+    def _take(self, way: Way, stage: int, number: int) -> tuple[Tensor, ...]:
+        """Return what a message brings, once it is there."""
+        works, tensors = self._coming.pop((way, stage, number))
+        _wait(works)
+        return tensors
+
+    def _hand_on(self, way: Way, stage: int, number: int, tensors: Sequence[Tensor]) -> None:
+        """Send what a stage has made to the next one that waits for it, or keep it for one here."""
+        target = stage + 1 if way == "F" else stage - 1
+        if target in self._parts:
+            self._coming[way, target, number] = [], tuple(tensor.detach() for tensor in tensors)
+            return
+        group = self._groups[way]
+        works = [
+            dist.isend(tensor.detach().contiguous(), group=group, group_dst=self._rank_of[target])
+            for tensor in tensors
+        ]
+        if way == "F":
+            self._sent_activations[stage, number] = works
+            return
+        self._sent_gradients[stage].append(works)
+        if len(self._sent_gradients[stage]) > GRADIENTS_ON_THE_WAY:
+            _wait(self._sent_gradients[stage].popleft())
+
+    def _finish_sends(self) -> None:
+        """Wait until all that was sent has left."""
+        gradients = (works for sent in self._sent_gradients.values() for works in sent)
+        for works in (*self._sent_activations.values(), *gradients):
+            _wait(works)
+        self._sent_activations.clear()
+        for sent in self._sent_gradients.values():
+            sent.clear()
 
     def received(self) -> int:
         """Return how many received activations and gradients are in flight."""
-        return sum(stage.received() for stage in self._stages)
+        taken = sum(len(inputs) for inputs, _ in self._flight.values())
+        return taken + sum(len(tensors) for _, tensors in self._coming.values())
 
     def sent(self) -> int:
         """Return how many sent activations and gradients are in flight."""
-        return sum(
-            len(stage.sent_activations) + len(stage.sent_gradients) for stage in self._stages
-        )
+        return len(self._sent_activations) + sum(map(len, self._sent_gradients.values()))
+
+    # --- parameters that ranks divide ---------------------------------------------------------
+
+    def _gather(self, stage: int, *, stays: bool) -> None:
+        """Begin to gather a stage's divided parameters, or let them go."""
+        module = self._parts[stage].module
+        if not isinstance(module, FSDPModule):
+            return
+        units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
+        if stays:
+            handles = [cast(UnshardHandle, unit.unshard(async_op=True)) for unit in units]
+            self._gathers[stage] = handles
+            return
+        for unit in units:
+            unit.reshard()
+
+    def _wait_for_gathered(self, stage: int) -> None:
+        for handle in self._gathers.pop(stage, ()):
+            handle.wait()
 
 
-class _PipelineStage(PipelineStage):
-    """A stage that refers to what it received and sent while its micro-batch is in flight.
+def with_receives(orders: tuple[Order, ...]) -> list[list[tuple[Verb, Action]]]:
+    """[rank] Return what each does in order, with the receives of what its actions need.
 
-    torch allocates receive buffers for every micro-batch of the step at once and keeps them for
-    good, and keeps whatever was sent until the step ends; with many micro-batches that is more
-    memory than the activations in flight.
+    Ranks act in turn, as far as what they need is there, and who sends writes the receive into the
+    other's list.
     """
+    rank_of = {action.stage: rank for rank, order in enumerate(orders) for action in order}
+    last = max(rank_of)
+    lists: list[list[tuple[Verb, Action]]] = [[] for _ in orders]
+    waiting = [deque(order) for order in orders]
+    there: set[Action] = set()
+    while any(waiting):
+        before = sum(map(len, waiting))
+        for rank, left in enumerate(waiting):
+            if not left:
+                continue
+            stage, kind, number = left[0]
+            way: Way = "F" if kind == "F" else "B"
+            needs = kind != "W" and stage != (0 if kind == "F" else last)
+            if needs and Action(stage, way, number) not in there:
+                continue
+            lists[rank].append(("run", left.popleft()))
+            target = stage + 1 if kind == "F" else stage - 1
+            if kind == "W" or target not in rank_of:
+                continue
+            there.add(Action(target, way, number))
+            if rank_of[target] != rank:
+                lists[rank_of[target]].append(("receive", Action(target, way, number)))
+        assert sum(map(len, waiting)) < before, "each order needs something that never comes"
+    return lists
 
-    def __init__(
-        self,
-        part: StagePart,
-        stages: int,
-        device: torch.device,
-        groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
-    ) -> None:
-        super().__init__(
-            part.module,
-            part.stage,
-            stages,
-            device,
-            input_args=part.inputs,
-            output_args=part.outputs,
-            group=groups[0],
-            dw_builder=part.store.take_deferred if part.store else None,
-        )
-        self._select = part.select
-        self._gradient_group = groups[1]
-        self._store = part.store
-        self._declared_inputs = _tuple(part.inputs)
-        self._declared_outputs = _tuple(part.outputs)
-        self._coming_activations: dict[int, list[dist.Work]] = {}
-        self._coming_gradients: dict[int, list[dist.Work]] = {}
-        self.sent_activations: dict[int, list[dist.Work]] = {}
-        self.sent_gradients: deque[list[dist.Work]] = deque()
 
-    def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
-        result = super()._prepare_forward_infra(1, *args, **kwargs)
-        template = self.args_recv_info[0]
-        if not self.is_first:
-            template = tuple(_without_buffer(info) for info in template)
-        for micro_batch in range(num_microbatches):
-            self.args_recv_info[micro_batch] = tuple(copy.copy(info) for info in template)
-        return result
+def with_gathers(steps: Sequence[tuple[Verb, Action]]) -> list[tuple[Verb, Action]]:
+    """Return a rank's list with the gathers of the stages that run next."""
+    coming: list[list[int]] = []
+    """[step from the last one on] The next stages that run."""
+    for verb, (stage, *_) in reversed(steps):
+        behind = coming[-1] if coming else []
+        others = [other for other in behind if other != stage]
+        coming.append([stage, *others][:MOST_GATHERED] if verb == "run" else behind)
+    result: list[tuple[Verb, Action]] = []
+    gathered: list[int] = []
+    for wanted, step in zip(reversed(coming), steps, strict=True):
+        result += [("let go", Action(at, "F", 0)) for at in gathered if at not in wanted]
+        result += [("gather", Action(at, "F", 0)) for at in wanted if at not in gathered]
+        result.append(step)
+        gathered = wanted
+    return [*result, *(("let go", Action(at, "F", 0)) for at in gathered)]
 
-    def _create_grad_recv_info(self, act_send_info: dict[int, Any]) -> tuple[Any, ...]:
-        return tuple(
-            _without_buffer(info) for info in super()._create_grad_recv_info(act_send_info)
-        )
 
-    # The receives start here, one by one as the sends do, and torch is told that there are none:
-    # messages that one side batches and the other does not travel through different communicators.
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        if not self.is_first:
-            self._allocate(self.args_recv_info[fwd_chunk_id], self._declared_inputs)
-        receives = super().get_fwd_recv_ops(fwd_chunk_id)
-        self._coming_activations[fwd_chunk_id] = [
-            _start(receive, receive.group) for receive in receives
-        ]
-        return []
-
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        if not self.is_last:
-            pairs = zip(self.grad_recv_info[bwd_chunk_id], self._declared_outputs, strict=True)
-            # What has no gradient (token numbers, a mask) gets none back.
-            coming = [(info, like) for info, like in pairs if like.requires_grad]
-            self._allocate(tuple(i for i, _ in coming), tuple(like for _, like in coming))
-        receives = super().get_bwd_recv_ops(bwd_chunk_id)
-        self._coming_gradients[bwd_chunk_id] = [
-            _start(receive, self._gradient_group) for receive in receives
-        ]
-        return []
-
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        for work in self._coming_activations.pop(fwd_chunk_id, ()):
-            work.wait()
-        if not self.is_first:
-            pairs = zip(self.args_recv_info[fwd_chunk_id], self._declared_inputs, strict=True)
-            for info, declared in pairs:
-                assert info.buffer is not None
-                info.buffer.requires_grad_(declared.requires_grad)
-        if self._select is not None:
-            self._select(fwd_chunk_id)
-        with _as_raised():
-            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        if not self.is_last:
-            for tensor, declared in zip(_tuple(output), self._declared_outputs, strict=True):
-                self._check_output(tensor, declared)
-        return output
-
-    # torch 2.11 lets neighbours exchange a message first, over the communicator that batches use.
-    # A V's two stages of one rank would send it to themselves, and nothing here is batched.
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        return []
-
-    # torch 2.11 compares strides too, which tokens cut from longer rows fail; the engine has
-    # checked their shape, and outputs are checked above.
-    def _validate_fwd_input(self, args: Any, kwargs: Any) -> None: ...
-
-    def _validate_fwd_outputs(self, outputs: Any) -> None: ...
-
-    def _check_output(self, output: Tensor, declared: Tensor) -> None:
-        if (output.shape, output.dtype) != (declared.shape, declared.dtype):
-            raise LaunchError(
-                f"stage {self.stage_index} made {output.dtype} {list(output.shape)} and declared "
-                f"{declared.dtype} {list(declared.shape)}; a layer must always return one shape"
-            )
-
-    def backward_one_chunk(
-        self,
-        bwd_chunk_id: int,
-        loss: Any = None,
-        full_backward: bool = True,
-        last_backward: bool = False,
-    ) -> None:
-        for work in self._coming_gradients.pop(bwd_chunk_id, ()):
-            work.wait()
-        if self._store is not None:
-            self._store.deferring = not full_backward
-        with _as_raised():
-            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-        # The next stage has sent this micro-batch's gradient, so it has had the activation.
-        for work in self.sent_activations.pop(bwd_chunk_id, ()):
-            work.wait()
-        activations = () if self.is_first else self.args_recv_info[bwd_chunk_id]
-        for info in (*activations, *self.grad_recv_info[bwd_chunk_id]):
-            info.buffer = None
-
-    def received(self) -> int:
-        """Return how many received activations and gradients are in flight."""
-        tables = [self.grad_recv_info, *(() if self.is_first else (self.args_recv_info,))]
-        return sum(
-            info.buffer is not None
-            for table in tables
-            for received in table.values()
-            for info in received
+def _check_output(stage: int, output: Tensor, declared: Tensor) -> None:
+    if (output.shape, output.dtype) != (declared.shape, declared.dtype):
+        raise LaunchError(
+            f"stage {stage} made {output.dtype} {list(output.shape)} and declared "
+            f"{declared.dtype} {list(declared.shape)}; a layer must always return one shape"
         )
 
-    def clear_runtime_states(self) -> None:
-        """Forget the step before; torch also clears gradients of buffers, which are gone here."""
-        self.fwd_cache.clear()
-        self.output_chunks.clear()
 
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        with _as_raised():
-            super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
-        if isinstance(self.submod, FSDPModule):
-            _add_in_reduce_type(self.submod)
-
-    # The sends start here, and torch is told that there is nothing to send: it would keep them.
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        sends = super().get_fwd_send_ops(fwd_chunk_id)
-        if sends:
-            self.sent_activations[fwd_chunk_id] = [_start(send, send.group) for send in sends]
-        return []
-
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        sends = super().get_bwd_send_ops(bwd_chunk_id)
-        if sends:
-            self.sent_gradients.append([_start(send, self._gradient_group) for send in sends])
-        while len(self.sent_gradients) > GRADIENTS_ON_THE_WAY:
-            for work in self.sent_gradients.popleft():
-                work.wait()
-        return []
-
-    def finish_sends(self) -> None:
-        """Wait until all that was sent has left."""
-        for works in (*self.sent_activations.values(), *self.sent_gradients):
-            for work in works:
-                work.wait()
-        self.sent_activations.clear()
-        self.sent_gradients.clear()
-
-    def _allocate(self, received: tuple[Any, ...], declared: tuple[Tensor, ...]) -> None:
-        for info, like in zip(received, declared, strict=True):
-            info.buffer = torch.empty_like(like, device=self.device, requires_grad=False)
+def _gradient(received: Tensor) -> Tensor:
+    return torch.zeros_like(received) if received.grad is None else received.grad
 
 
-@contextlib.contextmanager
-def _as_raised() -> Iterator[None]:
-    """Let an error in a stage be itself: torch wraps each in one that lists shapes of arguments."""
-    try:
-        yield
-    except RuntimeError as error:
-        if error.__cause__ is None:
-            raise
-        raise error.__cause__ from error.__cause__.__cause__
+def _wait(works: Iterable[Message]) -> None:
+    for work in works:
+        assert work is not None
+        work.wait()
 
 
-def _add_in_reduce_type(module: FSDPModule) -> None:
-    """Move gradients to where FSDP sums them in the type of the reduction.
-
-    It does so itself after each backward, but knows nothing of weight gradients made later.
-    """
-    for parameter in fsdp_parameters(module, below=True):
-        parameter.accumulate_unsharded_grad_if_needed()
-        parameter.to_accumulated_grad_if_needed()
-
-
-def _tuple(tensors: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _tuple(tensors: Any) -> tuple[Tensor, ...]:
     return tensors if isinstance(tensors, tuple) else (tensors,)
-
-
-def _start(message: dist.P2POp, group: dist.ProcessGroup | None) -> dist.Work:
-    sends = message.op is dist.isend
-    work: dist.Work = message.op(
-        message.tensor.contiguous() if sends else message.tensor,
-        group=group,
-        tag=message.tag,
-        **{"group_dst" if sends else "group_src": message.group_peer},
-    )
-    return work
-
-
-def _without_buffer(info: Any) -> Any:
-    info = copy.copy(info)
-    info.buffer = None
-    return info
 
 
 class RecordedPipeline(Pipeline):
@@ -400,45 +367,36 @@ class RecordedPipeline(Pipeline):
         `stores` are by stage, where the schedule makes weight gradients apart.
         """
         self._recorded = tuple(stages.values())
-        number = torch.empty(1, dtype=torch.int64, device="meta")
+        self._micro_batches = micro_batches
         for stage in self._recorded:
             stage.loss = loss
         parts = [
             StagePart(
                 stage=at,
                 module=stage,
-                inputs=stage.received(recording) or (number,),
-                outputs=stage.sent(recording) or torch.empty((), device="meta", requires_grad=True),
+                inputs=stage.received(recording),
+                outputs=stage.sent(recording),
                 store=stores[at] if stores else None,
                 select=stage.select,
             )
             for at, stage in stages.items()
         ]
-        super().__init__(
-            parts,
-            orders,
-            micro_batches=micro_batches,
-            groups=groups,
-            device=device,
-            loss=lambda made, _: made,
-        )
-        # What torch cuts and hands on; on the device, where it would be copied to.
-        self._numbers = torch.arange(micro_batches, device=device)
+        super().__init__(parts, orders, groups=groups, device=device, loss=lambda made, _: made)
 
     def run_all(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Run one step on all micro-batches; return their losses on the last stage."""
-        with self._first_inputs(micro_batches) as numbers:
-            return self.run(numbers, numbers)
+        with self._first_inputs(micro_batches) as inputs:
+            return self.run(inputs)
 
     def evaluate_all(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Run all micro-batches forward only; return their losses on the last stage."""
-        with self._first_inputs(micro_batches) as numbers:
-            return self.evaluate(numbers, numbers)
+        with self._first_inputs(micro_batches) as inputs:
+            return self.evaluate(inputs)
 
     @contextlib.contextmanager
-    def _first_inputs(self, micro_batches: Sequence[MicroBatch]) -> Iterator[Tensor]:
+    def _first_inputs(self, micro_batches: Sequence[MicroBatch]) -> Iterator[list[tuple[()]]]:
         for stage in self._recorded:
             stage.micro_batches = tuple(micro_batches)
-        yield self._numbers[: len(micro_batches)]
+        yield [()] * len(micro_batches)
         for stage in self._recorded:
             stage.micro_batches = ()

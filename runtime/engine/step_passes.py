@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,8 @@ from meshwright.runtime.core.mesh import Place
 from meshwright.runtime.core.object_collectives import all_gather_json, broadcast_tensors
 from meshwright.runtime.core.torch_internals import forget_forward_order, take_plain_as_whole
 from meshwright.runtime.engine.apply_plan import Staged
+from meshwright.runtime.engine.pipedream_2bw import StalePipeline
+from meshwright.runtime.engine.pipeline import RecordedPipeline
 from meshwright.runtime.optim.gradients import Gradients, refuse_failed
 from meshwright.runtime.optim.replica_check import COMPARED_EVERY, is_due
 from meshwright.runtime.parallel.attention_api import divide_positions, positions_in
@@ -54,9 +56,6 @@ from meshwright.runtime.parallel.gradient_compression import WIRE_TYPES
 from meshwright.runtime.parallel.replicas import Replicas
 from meshwright.runtime.tracing.replayed_stage import MicroBatch, step_seed
 from meshwright.runtime.tracing.tracer import MOST_RECORDINGS, Recorder, key_of
-
-if TYPE_CHECKING:
-    from meshwright.runtime.engine.pipeline import RecordedPipeline
 
 
 class StepPasses:
@@ -118,8 +117,7 @@ class StepPasses:
         that make a mean themselves go through all memory once more."""
         self._replicas = self._new_replicas()
         for part in self._parts:
-            # A rank that divides units gathers them with others, which it would leave alone.
-            part.module.agrees = compares and plan.mesh.pipeline > 1 and not part.wrapped
+            part.module.agrees = compares and plan.mesh.pipeline > 1
         gradients.failure = self._take_failure
         take_plain_as_whole(True)
         self._batches = 0
@@ -641,9 +639,6 @@ class StepPasses:
             "loss": self._micro_loss,
         }
         modules = {stage: part.module for stage, part in parts.items()}
-        from meshwright.runtime.engine.pipedream_2bw import StalePipeline  # noqa: PLC0415 - torch's pipelines are an import of a second
-        from meshwright.runtime.engine.pipeline import RecordedPipeline  # noqa: PLC0415
-
         if training and schedule_of(plan.schedule).stale:
             return StalePipeline(
                 modules,

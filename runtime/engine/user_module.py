@@ -19,6 +19,7 @@ from meshwright.planner.errors import LaunchError
 from meshwright.runtime.core import auxiliary_loss as inner_loss
 from meshwright.runtime.core import batches
 from meshwright.runtime.core.global_batch_loss import whole_batch
+from meshwright.runtime.core.local_parts import to_local
 from meshwright.runtime.core.mesh import Place, place_of
 from meshwright.runtime.engine.apply_plan import Staged
 from meshwright.runtime.engine.default_plan import script_plan
@@ -302,7 +303,7 @@ class OwnModel:
                 name = self.aliases.get(path, path)
                 if not parameter.requires_grad:
                     continue
-                local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                local = to_local(parameter)
                 if name in slots:
                     first = slots[name]
                     if parameter is not first.parameter:

@@ -22,7 +22,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from meshwright.planner.documents.document import read
 from meshwright.planner.documents.events import CopyInterval, SaveFailed, StepRecord
@@ -34,6 +33,7 @@ from meshwright.planner.system.gc_pause import keep_freed, pause_collector
 from meshwright.runtime.checkpoint import checkpoint, object_store
 from meshwright.runtime.checkpoint.checkpoint import Progress, TrainingIdentity
 from meshwright.runtime.checkpoint.state_snapshot import boxes
+from meshwright.runtime.core.local_parts import to_local
 from meshwright.runtime.core.memory_tracker import LiveMemory
 from meshwright.runtime.core.mesh import Place
 from meshwright.runtime.data.corpus import Corpus, CorpusSamples
@@ -193,10 +193,6 @@ def asked_bytes(message: str) -> int:
     return round(float(seen[1]) * 1024 ** " KMGT".index(seen[2] or " "))
 
 
-def _local_bytes(tensor: Tensor) -> int:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
-
-
 class Loop:
     """Training from one step to the next, on one rank."""
 
@@ -337,7 +333,7 @@ class Loop:
     def _held_bytes(self) -> dict[str, int]:
         """Return the bytes on this rank, by kind; on a GPU with what else its allocator has."""
         tensors = self.engine.resident_tensors()
-        sizes = {name: _local_bytes(tensor) for name, tensor in tensors.items()}
+        sizes = {name: to_local(tensor).nbytes for name, tensor in tensors.items()}
         model = sum(size for name, size in sizes.items() if name.startswith("model."))
         held = {
             "parameters": model,

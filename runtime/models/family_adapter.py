@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from meshwright.planner.documents.model import ModelGraph
 from meshwright.runtime.core.layer_names import EMBEDDING, HEAD, Region, TensorStyle
+from meshwright.runtime.core.local_parts import to_local
 from meshwright.runtime.core.loss import IGNORED
 from meshwright.runtime.core.seeds import seed_of
 from meshwright.runtime.models.safetensors_weights import Weights
@@ -182,7 +183,7 @@ def _in_place(kept: Tensor, parameter: Tensor, keep: Region) -> Tensor:
 
     FSDP wants the whole to cut its shard from it; pages that nobody writes take no memory of a CPU.
     """
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    local = to_local(parameter)
     dim, begin, end = keep
     result = torch.empty(local.shape, device=kept.device, dtype=parameter.dtype)
     result.narrow(dim, begin, end - begin).copy_(kept)

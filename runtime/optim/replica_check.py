@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from meshwright.planner.errors import LaunchError
+from meshwright.runtime.core.local_parts import to_local
 from meshwright.runtime.core.mesh import Place
 from meshwright.runtime.core.object_collectives import all_gather_json
 
@@ -303,7 +304,7 @@ def _digest(tensors: Sequence[tuple[str, Tensor]], device: torch.device) -> Tens
 def _as_words(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """Return a tensor's memory as whole words of 8 bytes, and the bytes behind them."""
     local = tensor.detach()
-    local = local.to_local() if isinstance(local, DTensor) else local
+    local = to_local(local)
     if local.is_complex():
         local = torch.view_as_real(local)
     if not local.is_contiguous() or local.storage_offset() * local.element_size() % 8:

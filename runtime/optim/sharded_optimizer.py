@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from meshwright.planner.errors import OptimizerError
+from meshwright.runtime.core.local_parts import to_local
 from meshwright.runtime.core.loss import LossScale
 from meshwright.runtime.core.mesh import Place
 from meshwright.runtime.core.side_effects import restore_side_effects
@@ -671,7 +672,7 @@ class TorchOptimizers(Gradients):
             if given is None:
                 continue
             if is_quantized(value):
-                take_values(value, given.to_local() if isinstance(given, DTensor) else given)
+                take_values(value, to_local(given))
             elif isinstance(value, Tensor):
                 if slot.sections and value.shape == slot.local.shape:
                     take_sections(slot, value, given)

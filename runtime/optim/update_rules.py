@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from meshwright.planner.documents.plan import Offload
 from meshwright.planner.documents.training import Optimizer, Training
 from meshwright.planner.errors import LaunchError
+from meshwright.runtime.core.local_parts import to_local
 from meshwright.runtime.core.mesh import Place
 from meshwright.runtime.models.family_adapter import Adapter
 from meshwright.runtime.optim.gradients import Slot, copies_of
@@ -50,7 +50,7 @@ def slots_of(
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad:
             continue
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local = to_local(parameter)
         tied = ends if name in adapter.tied_names else None
         copies = copies_of(parameter, world)
         slot = Slot(

@@ -23,6 +23,7 @@ from meshwright.planner.documents.plan import Plan
 from meshwright.planner.schedules import schedule_of
 from meshwright.runtime.core import pinned_memory as host
 from meshwright.runtime.core.layer_names import Region
+from meshwright.runtime.core.local_parts import to_local
 from meshwright.runtime.core.mesh import DataRanks, Place, wants_mesh
 from meshwright.runtime.core.torch_internals import let_go_of_reduced, replicate, staying_near
 from meshwright.runtime.parallel import expert_parallel as experts
@@ -109,7 +110,7 @@ def over_data(
         for parameter in (
             parameter for parameter in module.parameters() if parameter not in others
         ):
-            host.settle(parameter.to_local() if isinstance(parameter, DTensor) else parameter)
+            host.settle(to_local(parameter))
             hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)  # by a unit inside
             if hooks or not parameter.requires_grad:
                 continue
@@ -241,7 +242,7 @@ def _divided_dims(module: nn.Module, ranks: int) -> dict[nn.Parameter, Shard]:
     for inner in experts.modules_of(module).values():
         for name, dim in experts.HIDDEN_DIM.items():
             parameter = inner._parameters[name]
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            local = to_local(parameter)
             assert parameter is not None and local is not None
             if local.shape[0] % ranks and local.shape[dim] % ranks == 0:
                 dims[parameter] = Shard(dim)
@@ -272,7 +273,7 @@ def shards(layer: nn.Module, plan: Plan, place: Place) -> dict[int, Region]:
             if parameter in whole:
                 continue
             dim = dims[parameter].dim if parameter in dims else 0
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            local = to_local(parameter)
             if local.ndim > dim:
                 chunk = -(-local.shape[dim] // parts)
                 begin, end = (min(at * chunk, local.shape[dim]) for at in (index, index + 1))

@@ -23,12 +23,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.planner.errors import RecordError
-from meshwright.runtime.core.local_parts import on_local_parts
+from meshwright.runtime.core.local_parts import on_local_parts, to_local
 from meshwright.runtime.parallel.tensor_collectives import Across, AxisEntry, part_of_dropout
 from meshwright.runtime.parallel.tensor_parallel import table_rows
 from meshwright.runtime.parallel.trial_weights import deepcopy_unit
@@ -178,7 +177,7 @@ def _rows(module: nn.Module, entry: AxisEntry, across: Across, x: Tensor) -> Ten
     made = across.sum(on_local_parts(module, without_bias)())
     if bias is None:
         return made
-    bias = bias.to_local() if isinstance(bias, DTensor) else bias
+    bias = to_local(bias)
     return made + (bias if isinstance(module, nn.Linear) else bias.view(-1, *[1] * (x.ndim - 2)))
 
 
@@ -242,7 +241,7 @@ def _heads(
     output = across.sum(functional.linear(mixed, module.out_proj.weight))
     last = module.out_proj._parameters["bias"]
     if last is not None:
-        output = output + (last.to_local() if isinstance(last, DTensor) else last)
+        output = output + to_local(last)
     weights_of_all = None
     if need_weights:
         weights_of_all = across.sum(shares.sum(1) / module.num_heads)

@@ -10,10 +10,12 @@ tensor axis: each computes the same, and its gradients are equal there.
 from __future__ import annotations
 
 import fnmatch
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -53,10 +55,10 @@ def styles_by_name(
 ) -> ScriptStyles:
     """Return how each module is divided: as `styles` say, and else as can be derived.
 
-    Units are tried on a batch like `tried`.
+    Units are tried on a batch like `tried`.  Warns where nothing can be divided.
 
-    Raises LaunchError where plan and styles do not go together, a pattern matches nothing, a
-    module is named whose parameters something else reads too, or nothing can be divided.
+    Raises LaunchError where plan and styles do not go together, a pattern matches nothing, or a
+    module is named whose parameters something else reads too.
     """
     degree = plan.mesh.tensor
     if degree == 1:
@@ -71,10 +73,12 @@ def styles_by_name(
         # Styles do not help code that does not run on a part, unless only its draws differ.
         fitting = given_text(units) or ({} if reason.startswith(TRIED) else EXAMPLE)
         say_how = f"say how with Engine({line_of(fitting)}), or " if fitting else ""
-        raise LaunchError(
-            f"mesh.tensor: is {degree}, and no module can be divided ({name}: {reason}); {say_how}"
-            "plan with tensor 1"
-        )
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            warnings.warn(
+                f"mesh.tensor: is {degree}, and no module can be divided ({name}: {reason}), so "
+                f"that {degree} ranks each compute the same; {say_how}plan with tensor 1",
+                stacklevel=2,
+            )
     return ScriptStyles(given=given, derived=derived)
 
 

@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 
 from meshwright.planner.documents.plan import Activations
 from meshwright.runtime.core import pinned_memory as host
+from meshwright.runtime.core.local_parts import to_local
 from meshwright.runtime.core.torch_internals import AsyncCollectiveTensor
 
 LEAST_ELEMENTS = 1024
@@ -133,7 +134,7 @@ class Packing:
         """Return what waits for backward in place of a tensor."""
         if isinstance(tensor, AsyncCollectiveTensor):
             tensor = tensor.wait()
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = to_local(tensor)
         call = self._call
         if call is None or not self._is_packed(local, call):
             return tensor.detach()
@@ -332,8 +333,7 @@ def _constants(layer: nn.Module) -> Iterator[Tensor]:
 
 
 def _storage(tensor: Tensor) -> int:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.untyped_storage()._cdata
+    return to_local(tensor).untyped_storage()._cdata
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:

@@ -161,11 +161,11 @@ class RecordedStage(nn.Module):
         self.checks_shapes = False
         """Each call must make what it made when it was recorded; not where ranks have parts."""
         self.agrees = False
-        """An error in a micro-batch waits in `failure` until all ranks have it: see `failed`."""
+        """An error in a micro-batch waits in `failure` until all ranks have it."""
         self.failure: Exception | None = None
         """The first error since it was last taken."""
         self.order: BackwardOrder | None = None
-        """In which units that FSDP wraps are gathered and reduced."""
+        """In which units that FSDP wraps are gathered and reduced, by this rank and others."""
         self.units: dict[str, nn.Module] = {}
         """Units that may be wrapped by themselves; their parameters are read by no one else.  A
         wrapper takes their place through `place`."""
@@ -332,37 +332,54 @@ class RecordedStage(nn.Module):
         `loss` makes of them.
         """
         if micro is None:
-            micro = self.micro_batches[self._number]
+            micro = self.micro_batches[self._number % len(self.micro_batches)]
         if self.order is not None:
             self.order.begin(self.device)
         # A pipeline hands its first stage the number too.
         received = received if self._range[0] else ()
         if not self.agrees:
-            return self._made_of(received, micro)
+            return self._handed_over(self._outputs_of(received, micro), micro)
         try:
-            if self.failure is None:
-                return self._made_of(received, micro)
+            if self.failure is None or self.order is not None:
+                return self._handed_over(self._outputs_of(received, micro), micro)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            self.failure = error
-        return self._stand_ins(received, micro)
+            self.fail(error)
+            if self.order is not None:
+                self.order.skip_rest()
+        return self._close(self._stand_ins(received, micro))
 
-    def _made_of(self, received: tuple[Tensor, ...], micro: MicroBatch) -> Any:
-        outputs = self._outputs_of(received, micro)
-        if self.order is not None:
-            self.order.end()
-        if not self._is_last:
-            return self._close_sent(outputs)
-        return self.closed(self.loss(outputs, micro)) if self.loss else outputs
+    def _handed_over(self, outputs: Any, micro: MicroBatch) -> Any:
+        if self._is_last:
+            return self._close(self.loss(outputs, micro)) if self.loss else outputs
+        return self._close(self._stand_ins(outputs, micro) if self.failure else outputs)
+
+    def _close(self, outputs: Any) -> Any:
+        """Return a loss, or what is sent, with a backward in the order of all ranks."""
+        if isinstance(outputs, Tensor):
+            return self.closed(outputs)
+        at = next((at for at, tensor in enumerate(outputs) if tensor.requires_grad), None)
+        if at is None:
+            return outputs
+        return (*outputs[:at], self.closed(outputs[at]), *outputs[at + 1 :])
 
     def fail(self, error: Exception) -> None:
         """Keep the first error until all ranks have it."""
         self.failure = self.failure or error
 
-    def _stand_ins(self, received: tuple[Tensor, ...], micro: MicroBatch) -> Any:
-        """Return zeros in place of what failed, so that other ranks come to where all agree."""
-        floats = [tensor for tensor in received if tensor.requires_grad]
+    def refuse(self, error: RecordError) -> None:
+        """Raise an error, or keep it where other ranks would wait for this one meanwhile."""
+        if not (self.order and self.agrees):
+            raise error
+        self.fail(error)
+
+    def _stand_ins(self, behind: tuple[Tensor, ...], micro: MicroBatch) -> Any:
+        """Return zeros in place of what failed, so that other ranks come to where all agree.
+
+        Their backward goes on through what they stand `behind`.
+        """
+        floats = [tensor for tensor in behind if tensor.requires_grad]
         zero = sum((0.0 * tensor.sum() for tensor in floats), torch.zeros((), device=self.device))
         if self._is_last:
             return zero if zero.requires_grad else zero.requires_grad_()
@@ -378,12 +395,6 @@ class RecordedStage(nn.Module):
     def closed(self, loss: Tensor) -> Tensor:
         """Return a loss of the last forward whose backward is in the order of all ranks."""
         return loss if self.order is None else self.order.close_backward(loss)
-
-    def _close_sent(self, sent: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        at = next((at for at, tensor in enumerate(sent) if tensor.requires_grad), None)
-        if at is None:
-            return sent
-        return (*sent[:at], self.closed(sent[at]), *sent[at + 1 :])
 
     def _outputs_of(self, received: tuple[Tensor, ...], micro: MicroBatch) -> Any:
         training = self.training
@@ -600,20 +611,23 @@ class _MicroBatchRun:
         for _, value in node.made:
             recorded, made = self._recording.values[value], self.values[value]
             if made.shape != recorded.shape and value not in self._recording.sized_by_values:
-                raise RecordError(
-                    f"{node.name} makes {list(made.shape)} of this batch, and has made "
-                    f"{list(recorded.shape)} when it was recorded: its size depends on values; "
-                    "name a unit around it and what reads it with units=, or use a plan without "
-                    "pipeline",
-                    where=node.where,
+                wrong = (
+                    f"{list(made.shape)} of this batch, and has made {list(recorded.shape)} when "
+                    "it was recorded: its size depends on values; name a unit around it and what "
+                    "reads it with units="
                 )
-            if made.dtype != recorded.dtype:
-                raise RecordError(
-                    f"{node.name} makes {made.dtype} of this batch, and has made {recorded.dtype} "
-                    "when it was recorded; let its type follow from what it is given, or use a "
-                    "plan without pipeline",
-                    where=node.where,
+            elif made.dtype != recorded.dtype:
+                wrong = (
+                    f"{made.dtype} of this batch, and has made {recorded.dtype} when it was "
+                    "recorded; let its type follow from what it is given"
                 )
+            else:
+                continue
+            self._stage.refuse(
+                RecordError(
+                    f"{node.name} makes {wrong}, or use a plan without pipeline", where=node.where
+                )
+            )
 
     def recompute_part(
         self, part: _LayerPart, recompute: Recompute, packing: Packing | None

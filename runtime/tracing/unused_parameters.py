@@ -13,6 +13,7 @@ Where all parameters take part this costs two empty nodes of autograd a unit and
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from meshwright.runtime.core.torch_internals import (
     begin_backward,
     end_backward,
     in_backward,
+    pass_by,
 )
 
 
@@ -80,8 +82,10 @@ class BackwardOrder:
     """
 
     def __init__(self, root: FSDPModule, units: Sequence[FSDPModule]) -> None:
-        self._root = root
+        self._root, self._units = root, tuple(units)
         self._chain: Tensor | None = None
+        self._done: Counter[tuple[FSDPModule, Callable[[FSDPModule], None]]] = Counter()
+        """How often the calls of units have begun and ended in a forward."""
         for unit in units:
             assert isinstance(unit, nn.Module)
             # Before FSDP's own hook, whose node ends the unit's backward where gradients come by.
@@ -90,15 +94,24 @@ class BackwardOrder:
 
     def begin(self, device: torch.device) -> None:
         """Begin the chain of a forward."""
+        self._done.clear()
         grows = torch.is_grad_enabled() and not in_backward()
         self._chain = torch.zeros((), device=device, requires_grad=True) if grows else None
 
-    def end(self) -> None:
-        """Let the stage's own parameters be gathered first."""
-        self._link(begin_backward, self._root)
+    def skip_rest(self) -> None:
+        """Pass by the units that a failed forward has not been through: others gather them too."""
+        for unit in self._units:
+            begun, ended = self._done[unit, end_backward], self._done[unit, begin_backward]
+            if begun == ended > 0:
+                continue
+            if not begun:
+                self._link(end_backward, unit)
+            pass_by(unit, begun=begun > 0)
+            self._link(begin_backward, unit)
 
     def close_backward(self, tensor: Tensor) -> Tensor:
-        """Return a tensor whose backward goes through the whole chain."""
+        """Return a tensor whose backward goes through the whole chain, the stage's own first."""
+        self._link(begin_backward, self._root)
         chain, self._chain = self._chain, None
         if chain is None or not tensor.requires_grad:
             return tensor
@@ -107,6 +120,7 @@ class BackwardOrder:
 
     def _linking(self, act: Callable[[FSDPModule], None], unit: FSDPModule):  # type: ignore[no-untyped-def]
         def hook(*_: Any) -> None:
+            self._done[unit, act] += 1
             self._link(act, unit)
 
         return hook

@@ -33,13 +33,6 @@ REPORT = {
     "item at runtime/engine/engine.py:_update": 5,
 }
 """What the host waits for in a step: tokens that come, the five figures of its report that go."""
-VOTE = {
-    "copy to cuda at runtime/engine/pipeline.py:run": 1,
-    "item at runtime/engine/pipeline.py:run": 1,
-}
-"""In a first step more: torch asks whether all ranks of a pipeline know their shapes."""
-FIRST_STEPS = {"loss in chunks, last stage", "compiled, zero bubble", "first stage", "last stage"}
-"""Paths of a pipeline with one step."""
 
 
 PRODUCTS = {
@@ -103,14 +96,9 @@ def test_paths_of_parts_that_others_walk_end_in_order(device: Path) -> None:
     for name, row in rows.items():
         assert (name, row["failed"], row["races"]) == (name, None, {})
         if not name.startswith("profile: "):
-            assert row["syncs"] == expected(name), name
+            assert row["syncs"] == REPORT, name
         if name in PRODUCTS:
             assert row["products"]["mm"] == [PRODUCTS[name]], name
-
-
-def expected(path: str) -> dict[str, int]:
-    """Return what the host waits for in a step where nothing else asks it to."""
-    return REPORT | (VOTE if path in FIRST_STEPS else {})
 
 
 def test_work_on_one_stream_waits_for_what_it_needs_of_another(
@@ -123,7 +111,7 @@ def test_work_on_one_stream_waits_for_what_it_needs_of_another(
 
 def test_the_host_waits_for_a_step_only_at_its_ends(walked: dict[str, dict[str, Any]]) -> None:
     steps = {name: row["syncs"] for name, row in walked.items() if not name.startswith("profile: ")}
-    more = {name: syncs for name, syncs in steps.items() if syncs != expected(name)}
+    more = {name: syncs for name, syncs in steps.items() if syncs != REPORT}
 
     assert set(more) == {
         "offloaded parameters",

@@ -6,7 +6,7 @@ backwards, peaks at one of the fullest moments of its order (planner.schedules.m
 micro-batch occupies a stage's stored bytes from its forward to its B or I, and from I to W what
 `kept_bytes` of planner.costs.calibration says.  While an action runs, its stage has what the
 layers so far have stored, what those behind have left for W, and the working memory of one of them.
-There gradients and gathered parameters count whole at any time, since torch's pipelining keeps both
+There gradients and gathered parameters count whole at any time, since a pipeline's step keeps both
 from a stage's first backward to the end of the step.
 
 Bytes of layers are numbers, or arrays that hold them for many ways to run the same layers at once;

@@ -376,7 +376,7 @@ class StateSharding:
     @property
     def pipelined_units(self) -> bool:
         """True if gradients wait for a pipeline's last backward, and what a backward gathered stays
-        until the next forward, table's note (3): torch's pipelining of FSDP's units."""
+        until the next forward, table's note (3): a pipeline's step keeps FSDP's units."""
         return self.pipelined and self.types.unit != "buffer"
 
     @property

@@ -353,7 +353,8 @@ class _LossTrial:
         batch = few_samples(self._batch, size * count)
         coupled = self._coupled_in(batch, size, count)
         if coupled is None and not self._recorder.is_fake:  # it reads values: each sample by itself
-            coupled = self._coupled_in(tree_map(_unlike, batch), 1, size * count)
+            with contextlib.suppress(Exception):  # and may take no such values
+                coupled = self._coupled_in(tree_map(_unlike, batch), 1, size * count)
         return coupled
 
     def _coupled_in(self, batch: Any, size: int, count: int) -> str | None:

@@ -232,3 +232,54 @@ def test_a_replayed_call_that_makes_another_shape_is_refused() -> None:
     with pytest.raises(RecordError, match=r"blocks\.0 makes .* its size depends on values"):
         for sign in (1.0, -1.0):
             stage(micro=MicroBatch((sign * x, x)))
+
+
+class Particular(Net):
+    """A forward that takes no sample whose first number is large, between its units."""
+
+    def forward(self, x: Tensor) -> Any:
+        for at, block in enumerate(self.blocks):
+            x = block(x).tanh()
+            if at == 0:
+                x = Checked.apply(x)
+        return x
+
+
+class Checked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        if x.abs().max() > 0.99:
+            raise ValueError("a number is too large")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def words_of_one_rank(layout: dict[str, Any]) -> list[str]:
+    engine = Engine(Particular, layout, loss=squares, optimizer=sgd, batch=batch_of(0))
+    words = []
+    for act in (engine.evaluate, engine.step):
+        x, targets = batch_of(0)
+        act(engine.slice((x, targets)))
+        x[-1] *= 100.0
+        with pytest.raises((LaunchError, ValueError)) as error:
+            act(engine.slice((x, targets)))
+        words.append(str(error.value))
+    before = engine.state_dict()["blocks.0.weight"].clone()
+    engine.step(engine.slice(batch_of(0)))
+    assert not torch.equal(engine.state_dict()["blocks.0.weight"], before)
+    return words
+
+
+@pytest.mark.ranks
+@pytest.mark.matrix
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_what_one_rank_raises_between_units_is_raised_on_all(zero: int) -> None:
+    layout = {"pipeline": 2, "micro_batches": 2, "zero": zero}
+
+    every = on_ranks(4, words_of_one_rank, layout, timeout_s=PATIENCE_S)
+
+    for words in every:
+        assert all("a number is too large" in text for text in words)

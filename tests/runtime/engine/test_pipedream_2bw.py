@@ -179,7 +179,7 @@ def calls_in_flight() -> list[int]:
     found = []
     for step in range(4):
         engine.step(cases.global_tokens(step))
-        found.append(len(engine._late._pipeline._in_flight))
+        found.append(len(engine._late._pipeline._flight))
     return found
 
 
@@ -198,13 +198,13 @@ def test_calls_together_are_the_schedule() -> None:
         done: list[str] = []
         forward, backward = pipeline._forward, pipeline._backward
 
-        def forwards(step: int, micro_batch: int, *rest: Any) -> Any:
-            done.append(f"{engine.stage}F{4 * step + micro_batch}")
-            return forward(step, micro_batch, *rest)
+        def forwards(stage: int, number: int, given: Any) -> None:
+            done.append(f"{stage}F{number}")
+            forward(stage, number, given)
 
-        def backwards(step: int, micro_batch: int) -> None:
-            done.append(f"{engine.stage}B{4 * step + micro_batch}")
-            backward(step, micro_batch)
+        def backwards(stage: int, number: int, *, whole: bool) -> None:
+            done.append(f"{stage}B{number}")
+            backward(stage, number, whole=whole)
 
         pipeline._forward, pipeline._backward = forwards, backwards
         for step in range(3):

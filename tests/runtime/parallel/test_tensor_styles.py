@@ -174,16 +174,6 @@ class Tied(Model):
 @pytest.mark.parametrize(
     ("build", "tensor", "said"),
     [
-        (
-            lambda: nn.Linear(WIDTH, WIDTH),
-            None,
-            "no module can be divided",
-        ),
-        (
-            lambda: nn.Sequential(nn.Linear(WIDTH, 4), Sized(), nn.Linear(WIDTH, WIDTH)),
-            None,
-            r"divided \(1\.up: on a part of it: .*view\(\.\.\., -1, head_size\)[^;]*; plan with",
-        ),
         (Model, {"blocks.*.middle": ColwiseParallel()}, r"'blocks\.\*\.middle' names no module"),
         (Model, {"*.up": ColwiseParallel()}, r"'\*\.up' names no module"),
         (Model, {**STYLES, "blocks.0.*": ColwiseParallel()}, "which has a style already"),
@@ -191,12 +181,37 @@ class Tied(Model):
     ],
 )
 def test_styles_that_cannot_be_followed_are_refused(build: Any, tensor: Any, said: str) -> None:
+    with pytest.raises(LaunchError, match=said):
+        engine_over_two(build, tensor)
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (
+            lambda: nn.Linear(WIDTH, WIDTH),
+            r"no module can be divided .* 2 ranks each compute the same; say how with .* tensor 1",
+        ),
+        (
+            lambda: nn.Sequential(nn.Linear(WIDTH, 4), Sized(), nn.Linear(WIDTH, WIDTH)),
+            r"divided \(1\.up: on a part of it: .*view\(\.\.\., -1, head_size\)[^;]*; plan with",
+        ),
+    ],
+)
+def test_a_module_of_which_nothing_is_divided_is_whole_on_each_rank(build: Any, said: str) -> None:
+    with (
+        pytest.warns(UserWarning, match=said),
+        pytest.raises(LaunchError, match="plan is for 2 ranks"),
+    ):
+        engine_over_two(build, None)
+
+
+def engine_over_two(build: Any, tensor: Any) -> Engine:
     recorder = Recorder.of_units(build(), batch_of(0))
     plan = script_plan(
         recorder, {"tensor": 2}, name="build", ranks=2, global_batch=SAMPLES, device="cpu"
     )
-    with pytest.raises(LaunchError, match=said):
-        Engine(build, plan, loss=loss, optimizer=adamw, batch=batch_of(0), tensor=tensor)
+    return Engine(build, plan, loss=loss, optimizer=adamw, batch=batch_of(0), tensor=tensor)
 
 
 def made_apart() -> dict[str, Tensor]:
