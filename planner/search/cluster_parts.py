@@ -140,9 +140,11 @@ def parts_of_groups(
     for at, of_group in enumerate(least):
         alone = on_group_set(request, (at,))
         yield from parts_of(alone, of_group, DegreeBounds(alone, store, of_group), (at,))
-    yield ClusterPart(request, least_together_s(request, groups, least), whole=True)
+    sizes = [group.devices for group in groups]
+    yield ClusterPart(request, least_together_s(request, sizes, least), whole=True)
     for kept in proper_sets(len(groups)):
-        bound_s = least_together_s(request, [groups[at] for at in kept], [least[at] for at in kept])
+        some = [least[at] for at in kept]
+        bound_s = least_together_s(request, [sizes[at] for at in kept], some)
         yield ClusterPart(on_group_set(request, kept), bound_s, whole=False, kept=kept)
 
 
@@ -328,10 +330,10 @@ class _PartSearch:
     ) -> None:
         """Look for plans on some devices of several groups; nothing is proven of these."""
         most = max(2, MOST_FEWER // request.cluster.devices)
-        for bound_s, kept, shapes in fewer_devices(request, least, self.limit_s):
+        for bound_s, kept, shapes in fewer_devices(request, least, lambda: self.limit_s):
+            if self.fewer == most:
+                return
             limit_s = self.limit_s
-            if bound_s >= limit_s or self.fewer == most:
-                continue
             self.fewer += 1
             part = ClusterPart(on_group_set(request, kept, shapes), bound_s, False, kept)
             with contextlib.suppress(NoPlanFits, DocumentError):

@@ -75,7 +75,9 @@ class LeastSteps:
     def by_devices(self) -> Seconds:
         """[devices] Return what no plan on as many takes less than; inf where there is none."""
         pins, most = self._request.pins, self._request.cluster.devices
-        replicas = np.array(_replicas(self._request), dtype=np.int64)  # none, where pins leave none
+        replicas = np.array(
+            replicas_of(self._request), dtype=np.int64
+        )  # none, where pins leave none
         least_s = np.full(most + 1, np.inf)
         for stages, fullest_s in enumerate(self._fullest_s, 1):
             if pins.pipeline not in (None, stages) or ("pipeline" in pins.divided and stages == 1):
@@ -88,7 +90,7 @@ class LeastSteps:
         return least_s
 
 
-def _replicas(request: Request) -> list[int]:
+def replicas_of(request: Request) -> list[int]:
     """Return the numbers of devices that a stage may have: tensor x context x data."""
     job, pins, most = request.job, request.pins, request.cluster.devices
     length = request.model.positions or job.seq_len

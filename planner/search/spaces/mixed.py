@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any
 from meshwright.planner.costs.predict import branches_of
 from meshwright.planner.costs.stage_placement import branching
 from meshwright.planner.search.answer import TIES_NODES
-from meshwright.planner.search.goals import SplitSolution, split_or_pruned
+from meshwright.planner.search.goals import SplitSolution, split_or_pruned, timetable
+from meshwright.planner.search.offload_choices import Saving
 from meshwright.planner.search.partition.stage_size_rows import is_within
 from meshwright.planner.search.plan_candidate import Ranked, predict_candidate
 from meshwright.planner.search.proof_account import (
@@ -41,6 +42,7 @@ from meshwright.planner.search.proof_account import (
     UNKEPT,
 )
 from meshwright.planner.search.queue import Bound, Pruned
+from meshwright.planner.search.space import kind
 from meshwright.planner.search.spaces.group_stages import (
     graph_problem,
     plan_of_split,
@@ -60,6 +62,11 @@ if TYPE_CHECKING:
     from meshwright.planner.search.space import LayoutFamily
 
 Split = GraphSolution | Infeasible | CutOff | Unfinished
+MOST_BOUNDED = 50
+"""Layouts along a pipeline that are bounded within memory, whatever they have in common."""
+ALIKE = 1
+"""Of all further ones, those that are so of the layouts that differ in sharing and loss alone: in
+the closed form they are near one another, and the simulated step decides."""
 
 
 class MixedSpace(GroupSpace):
@@ -82,6 +89,8 @@ class MixedSpace(GroupSpace):
         self.by_program, self.effort = by_program, effort or GraphEffort()
         self._most_nodes = most_nodes
         self._known_instances: dict[Layout, Any] = {}
+        self._bounded_alike: Counter[tuple[object, ...]] = Counter()
+        """Layouts with a split within memory that differ in sharing and loss alone."""
 
     def refusal(self, layout: Layout) -> str | None:
         """Return why no plan is made of a layout, or None if one can be."""
@@ -116,11 +125,16 @@ class MixedSpace(GroupSpace):
 
     def _memory_s(self, layout: Layout) -> float | Pruned:
         """Return the bound within memory, where no other layout can do all that this one can."""
+        alike = kind(layout), timetable(layout), layout.micro_batch, Saving.of_layout(layout)
+        many = layout.pipeline > 1 and self._bounded_alike.total() >= MOST_BOUNDED
+        if many and self._bounded_alike[alike] >= ALIKE:
+            return Pruned(UNFINISHED)
         if self.candidates.dominator(layout) is not None:
             return Pruned(DOMINATED)
         least_s = self.memory_s(layout)
         if least_s == math.inf and self.model.edges:
             return Pruned(OUT_OF_MEMORY, reason=why_no_split(self.instance(layout)))
+        self._bounded_alike[alike] += least_s < math.inf
         return least_s
 
     def memory_s(self, layout: Layout) -> float:
