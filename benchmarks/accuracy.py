@@ -361,6 +361,16 @@ TRIED_LEFT_OUT = (
     "Blackwell 0.89 and 0.90, with natural routing fitted 0.84. Outside of 76 to 86 %: H100 (71 %, "
     "of which nanotron_usp, whose stalls no other class has, is one of six and a half sources), "
     "adapters (75 %), H200 (32 runs) and quoted kernels (48 runs). Kept.",
+    "Biases of GPT-OSS's experts as Megatron adds them (_apply_bias, in fp32, outside of products) "
+    "and as grouped products of others need them, for nothing: runs of gpt-oss-120b from -9 to -26 "
+    "% to -15 to +6 %, megatron_bridge 11.7 to 10.2 % (90th percentile 25.5 to 21.3), over sources "
+    "8.1 to 8.0 and 23.1 to 22.7 %. Kept.",
+    "Tokens that come once (DeepEP, HybridEP) moved 3.3 times for the 6 of an all-to-all, which "
+    "sorts them twice on each way: mixtures of megatron_bridge 12.6 to 9.9 %, of moe_zoo 14.1 to "
+    "11.9 %, the worst published layout 19.6 to 15.4 %. Kept.",
+    "A host that reads counts of tokens beside the device's passes, once more, with those biases: "
+    "mixtures of moe_zoo 11.9 to 6.6 %, of megatron_bridge 9.9 to 14.8 %, mfsdp_gb200 27 to 38 %; "
+    "half of it 8.9, 11.5 and 32 %. Dropped.",
     "Copies over host links at 0.86 of the quoted rate, measured on an H100 and an H200 "
     "(docs/results/gpu.md), for an assumed 0.8: two runs on RTX 3090 and one on RTX A5000 with "
     "parameters on the host are predicted 0.1 to 0.3 % shorter. In-sample the median of RTX 3090 "
