@@ -31,7 +31,6 @@ READ = [
 ]
 HARD_TO_READ = {
     "choose-hardware.md",
-    "fine-tune.md",
     "recovery.md",
     "search.md",
     "survive-failures.md",
