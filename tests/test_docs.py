@@ -30,7 +30,6 @@ READ = [
     DOCS / "index.md",
 ]
 HARD_TO_READ = {
-    "fine-tune.md",
     "recovery.md",
     "search.md",
     "survive-failures.md",

@@ -39,7 +39,7 @@ from meshwright.planner.costs.layer_strategy import (
     choices_of,
     strategy_cost,
 )
-from meshwright.planner.costs.lora import reach_feed_forward
+from meshwright.planner.costs.lora import reach_feed_forward, unmatched_targets
 from meshwright.planner.costs.memory.host_memory import usable_share
 from meshwright.planner.costs.memory.resident_states import (
     ResidentParameters,
@@ -157,6 +157,8 @@ class CostTables:
         self.profile = profile = slower_profile(request.only_profile)
         self.activations = activations
         a = model.architecture
+        self.unmatched_targets = unmatched_targets(model, job.lora) if job.lora else ()
+        """Targets of adapters that name nothing of the model."""
         self._rates = rates(
             cluster,
             job,

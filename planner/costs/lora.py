@@ -187,6 +187,41 @@ def reach_feed_forward(model: ModelGraph, lora: Lora) -> bool:
     return any("mlp." in linear.path and is_target(linear.path, lora) for linear in of_block)
 
 
+def unmatched_targets(model: ModelGraph, lora: Lora) -> tuple[str, ...]:
+    """Return the targets that no linear layer of a language model's blocks is named by.
+
+    Raises DocumentError where all of them are such: nothing would be trained.
+
+    >>> from meshwright.planner.catalog.expressions import resolve_model
+    >>> llama = resolve_model("llama-3.1-8b")
+    >>> unmatched_targets(llama, Lora(rank=16, targets=("q_proj", "c_attn")))
+    ('c_attn',)
+    """
+    a = model.architecture
+    if a is None or EVERY_LINEAR in lora.targets:
+        return ()
+    paths = {
+        linear.path: None
+        for experts in {routes(layer.kind) for layer in model.layers}
+        for linear in linears(a, experts=experts)
+    }
+    unmatched = tuple(
+        target
+        for target in lora.targets
+        if not any(
+            is_target(path, lora.model_copy(update={"targets": (target,)})) for path in paths
+        )
+    )
+    if len(unmatched) == len(lora.targets):
+        names = dict.fromkeys(path.rpartition(".")[2] for path in paths)
+        raise DocumentError(
+            "lora.targets",
+            f"no linear layer of {model.name}'s blocks is named {' or '.join(unmatched)}; name "
+            f"some of {', '.join(names)}, or {EVERY_LINEAR}",
+        )
+    return unmatched
+
+
 def is_target(path: str, lora: Lora) -> bool:
     """Tell whether a module is aimed at, by the end of its path.
 

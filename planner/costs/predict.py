@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial, reduce
 from operator import add
@@ -430,6 +430,7 @@ def placement_prediction(
             for note in (
                 compacted,
                 _routing_note(tables.request, layout),
+                *_job_notes(tables),
                 _host_note(tables.request) if passes * slow_host_s(2.0) > 0.01 * step_s else None,
             )
             if note
@@ -441,6 +442,16 @@ def placement_prediction(
             *assumed_room(host),
         ),
     )
+
+
+def _job_notes(tables: CostTables) -> Iterator[str]:
+    """Yield what a job asks for that is no part of the step."""
+    job = tables.job
+    if tables.unmatched_targets:
+        names = ", ".join(tables.unmatched_targets)
+        yield f"adapters beside {names}: the model has none of that name; the other targets count"
+    if job.objective == "grpo":
+        yield "the step trains on answers that are there; their generation is no part of it"
 
 
 def _routing_note(request: Request, layout: Layout) -> str | None:

@@ -197,7 +197,9 @@ class Training(Part):
             path, equals, text = setting.partition("=")
             if not equals:
                 raise DocumentError(
-                    "training", f"'{setting}' is not of the form name=value; write it so"
+                    "training",
+                    f"'{setting}' is not of the form name=value; write it so, and a list in "
+                    "brackets as targets=[q_proj,v_proj]",
                 )
             cls: type[Part] = Training
             place, name = values, path

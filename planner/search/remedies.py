@@ -11,8 +11,11 @@ from dataclasses import replace
 from itertools import islice
 from typing import get_args
 
+from meshwright.planner.catalog.expressions import resolve_cluster
+from meshwright.planner.documents.cluster import ClusterSpec
 from meshwright.planner.documents.plan import Layout, loss_text
 from meshwright.planner.documents.profile import Recompute
+from meshwright.planner.errors import DocumentError
 from meshwright.planner.requests.pins import SHORT_NAMES, Allowance, Pins
 from meshwright.planner.requests.request import Request
 from meshwright.planner.search.space import Degrees, every_degrees, layouts, micro_batches
@@ -21,6 +24,8 @@ LAYOUTS_LOOKED_AT = 4096
 """Most layouts without a pin that are looked at, for the values that they have."""
 FACTORS = (2, 4, 8, 16)
 """Factors of more devices or a shorter sequence at which a way out is looked for."""
+NODE = 8
+"""Devices of a node, where more than one are asked for."""
 MORE: tuple[Allowance, ...] = ("offload", "compress")
 """Choices that may be allowed so that layers hold less."""
 
@@ -153,27 +158,36 @@ def _smaller_states(request: Request, fitting: Fitting) -> Iterator[str]:
 
 def _more_devices(request: Request, fitting: Fitting) -> Iterator[str]:
     """Yield how many of each kind there must be, doubled as often as needed, if that helps."""
-    cluster = request.cluster
-    for factor in FACTORS if cluster.tiers else ():
-        widest = cluster.tiers[-1]
-        reach = max(widest.devices, factor * cluster.devices)
-        larger = cluster.model_copy(
-            update={
-                "groups": tuple(
-                    group.model_copy(update={"nodes": factor * group.nodes})
-                    for group in cluster.groups
-                ),
-                "tiers": (*cluster.tiers[:-1], widest.model_copy(update={"devices": reach})),
-            }
-        )
-        if fitting(replace(request, cluster=larger)):
+    for factor in FACTORS:
+        larger = _times(request.cluster, factor)
+        if larger is not None and fitting(replace(request, cluster=larger)):
             groups = [f"{group.devices} x {group.name}" for group in larger.groups]
             yield (
                 f"on {' and '.join(groups)}"
-                if cluster.is_mixed
+                if larger.is_mixed
                 else f"on {larger.devices} such devices"
             )
             return
+
+
+def _times(cluster: ClusterSpec, factor: int) -> ClusterSpec | None:
+    """Return a cluster with more devices of each kind; None where their links are not known.
+
+    One device has none: those of the catalogue's stand for them.
+    """
+    if not cluster.tiers:
+        name, nodes = cluster.groups[0].accelerator.name, max(1, factor // NODE)
+        try:
+            return resolve_cluster(f"{nodes}x{factor // nodes}x{name}")
+        except DocumentError:
+            return None
+    widest = cluster.tiers[-1]
+    reach = max(widest.devices, factor * cluster.devices)
+    groups = tuple(
+        group.model_copy(update={"nodes": factor * group.nodes}) for group in cluster.groups
+    )
+    tiers = (*cluster.tiers[:-1], widest.model_copy(update={"devices": reach}))
+    return cluster.model_copy(update={"groups": groups, "tiers": tiers})
 
 
 def _shorter_sequence(request: Request, fitting: Fitting) -> Iterator[str]:

@@ -66,14 +66,8 @@ def read(text: str) -> ParsedConfig:
     config = megatron.of_flags(flags)
     devices, nodes = trainer.count("devices"), trainer.count("num_nodes") or 1
     config.devices = devices * nodes if devices else None
-    first, second = optimizer.pair("betas")
-    config.trains(
-        learning_rate=optimizer.amount("lr"),
-        beta1=first,
-        beta2=second,
-        weight_decay=optimizer.amount("weight_decay"),
-        clip_norm=trainer.amount("gradient_clip_val"),
-    )
+    config.trains_by_adamw(optimizer)
+    config.trains(clip_norm=trainer.amount("gradient_clip_val"))
     config.unknown = [_in_place(word, names) for word in config.unknown]
     config.without_effect = [_in_place(word, names) for word in config.without_effect]
     config.gather(optimizer, "model.optim")

@@ -14,9 +14,11 @@ from meshwright.planner.costs.layout_costs import CostTables
 from meshwright.planner.costs.lora import adapter_parameters
 from meshwright.planner.costs.memory import state_bytes as memory
 from meshwright.planner.costs.memory.state_bytes import StateSharding, frozen_states, state_types
+from meshwright.planner.costs.predict import layout_prediction as predict
 from meshwright.planner.documents.plan import Job, Layout, Offload
 from meshwright.planner.documents.prediction import Prediction
 from meshwright.planner.documents.training import Lora, Objective
+from meshwright.planner.errors import DocumentError
 from meshwright.planner.frameworks.native_limits import refusal
 from meshwright.planner.operators.layer_operators import local_parameters
 from meshwright.planner.requests.pins import read_layout
@@ -143,3 +145,22 @@ def test_preferences_have_pairs_and_a_reference_that_runs_forward() -> None:
     alone = predicted("sft", 4, lora=adapted).stages[0].memory_parts["parameters"]
     switched = predicted("dpo", 2, lora=adapted).stages[0].memory_parts["parameters"]
     assert switched == alone
+
+
+def notes_of_targets(*targets: str) -> tuple[str, ...]:
+    request = Request.create(
+        resolve_model("llama-3.1-8b"),
+        resolve_cluster("1xh100-sxm-80gb"),
+        seq_len=2048,
+        lora=["rank=16", f"targets=[{','.join(targets)}]"],
+    )
+    return predict(request, pinned_layout(request)).notes
+
+
+def test_targets_that_nothing_has_are_refused_and_others_are_named() -> None:
+    """A plan whose adapters stand nowhere would train nothing; lists are often of many models."""
+    with pytest.raises(DocumentError, match=r"lora\.targets: no linear layer .* named w1 or w2"):
+        notes_of_targets("w1", "w2")
+
+    assert any("beside c_attn" in note for note in notes_of_targets("q_proj", "c_attn"))
+    assert not any("adapters beside" in note for note in notes_of_targets("q_proj"))

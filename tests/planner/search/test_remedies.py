@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
@@ -16,12 +18,23 @@ ASKED = Request(
 )
 
 
-@pytest.mark.parametrize(("needed", "said"), [(5, 8), (16, 16), (33, 64)])
-def test_devices_are_doubled_until_a_plan_fits(needed: int, said: int) -> None:
+@pytest.mark.parametrize(
+    ("cluster", "needed", "said"),
+    [
+        ("4xa100-sxm-40gb", 5, 8),
+        ("4xa100-sxm-40gb", 16, 16),
+        ("4xa100-sxm-40gb", 33, 64),
+        ("1xrtx-4090", 3, 4),
+        ("1xrtx-4090", 9, 16),
+    ],
+)
+def test_devices_are_doubled_until_a_plan_fits(cluster: str, needed: int, said: int) -> None:
     def fitting(request: Request) -> Layout | None:
+        assert request.cluster.tiers or request.cluster.devices == 1
         return Layout() if request.cluster.devices >= needed else None
 
-    assert ways_out(ASKED, fitting) == f"It would fit on {said} such devices."
+    asked = replace(ASKED, cluster=resolve_cluster(cluster))
+    assert ways_out(asked, fitting) == f"It would fit on {said} such devices."
 
 
 def test_where_nothing_helps_it_is_said_how_far_was_looked() -> None:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.plan import Plan
-from meshwright.planner.documents.training import Lora
+from meshwright.planner.documents.training import FrozenWeights, Lora
 from meshwright.planner.errors import LaunchError
 from meshwright.planner.frameworks import native_limits as native
 from meshwright.runtime.checkpoint.checkpoint import Progress, load
@@ -86,6 +86,22 @@ def test_sixteen_bit_training_keeps_frozen_weights_in_sixteen_bits() -> None:
     types = {p.dtype for p in frozen(engine).values()}
     assert types == {torch.bfloat16}
     assert {slot.local.dtype for slot in engine._optimizers.slots} == {torch.float32}
+
+
+@pytest.mark.parametrize("weights", ["full", "nf4"])
+def test_what_is_resident_has_frozen_weights_once(weights: FrozenWeights) -> None:
+    """A launch on a CPU counts live tensors from these on; a checkpoint has the adapters alone."""
+    model = cases.transformer("llama", hidden_size=128, heads=4, head_dim=32, ffn_size=256)
+    adapted = Lora(rank=4, alpha=8.0, weights=weights)
+    engine = token_engine(plan(model, adapted, precision="bf16"), model, device=CPU)
+
+    resident, state = engine.resident_tensors(), engine.state()
+
+    beside = [resident[name] for name in resident.keys() - state.keys()]
+    expected = [*frozen(engine).values(), *engine._parts[0].module.buffers()]
+    memories = {tensor.untyped_storage()._cdata for tensor in beside}
+    assert len(memories) == len(beside)
+    assert memories == {tensor.untyped_storage()._cdata for tensor in expected}
 
 
 TIED = {"tied_embeddings": True}
