@@ -32,9 +32,7 @@ READ = [
 HARD_TO_READ = {
     "choose-hardware.md",
     "fine-tune.md",
-    "recovery.md",
     "search.md",
-    "survive-failures.md",
     "the-engine.md",
     "train-mamba2.md",
     "train-your-script.md",
