@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 import sys
 import tempfile
 import time
@@ -71,14 +72,17 @@ def result_of(
     quiet: bool = False,
     timeout_s: float = 300.0,
     rendezvous: Rendezvous | None = None,
+    most_s: float = math.inf,
 ) -> Any:
     """Return the result of rank 0; plain data both ways.
 
     `ranks` processes run here, and the other nodes run as many as they announce; their ranks follow
     the order of the nodes.  Every node gets the answer of its own first rank, so work that several
     nodes do returns the same on all.  Progress goes to stderr unless `quiet`.
+    LaunchError where it takes longer than `most_s`.
     """
     rendezvous = rendezvous or Rendezvous(ALONE)
+    begin_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="meshwright-") as name:
         folder = Path(name)
         for part in ("logs", "ranks"):
@@ -94,7 +98,16 @@ def result_of(
             timeout_s=timeout_s,
         )
         write(orders, folder / "orders.yaml")
-        with _progress(folder, title=title, quiet=quiet) as refresh:
+        with _progress(folder, title=title, quiet=quiet) as show:
+
+            def refresh() -> None:
+                show()
+                if time.monotonic() - begin_s > most_s:
+                    raise LaunchError(
+                        f"{title}: not all ranks were done in {seconds_text(most_s)}; look at "
+                        "the devices, or leave it out"
+                    )
+
             bad = supervise(
                 [
                     sys.executable,

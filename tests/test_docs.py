@@ -30,9 +30,7 @@ READ = [
     DOCS / "index.md",
 ]
 HARD_TO_READ = {
-    "recovery.md",
     "search.md",
-    "survive-failures.md",
     "the-engine.md",
     "train-mamba2.md",
     "train-your-script.md",

@@ -476,6 +476,22 @@ class Run:
         for event in self._lines(self.output / "events.jsonl"):
             if event.get("event") == "attempt":
                 self._begins = event["plan"], event["devices"]
+                self._keep_plans()
+
+    def _keep_plans(self) -> None:
+        """Copy the plans for less: a fault may remove them with the checkpoints."""
+        for file in [*self.saves.rglob("plan-for-*.yaml"), *self.saves.rglob("cluster-of-*.yaml")]:
+            kept = self.folder / "plans" / file.relative_to(self.saves)
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(OSError):
+                shutil.copyfile(file, kept)
+
+    def _put_plans_back(self) -> None:
+        for kept in (self.folder / "plans").rglob("*.yaml"):
+            file = self.saves / kept.relative_to(self.folder / "plans")
+            if not file.exists():
+                file.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(kept, file)
 
     def _note_begin(self, after: int) -> None:
         """Take notice of an attempt that goes on behind a step."""
@@ -804,9 +820,11 @@ class Run:
         chain = self.chain()
         devices = max((part[2] for part in chain), default=self.nodes)
         names = [(str(self.plan_path), 0, devices)]
-        for _, after, count in chain:
+        self._put_plans_back()
+        for plan, after, count in chain:
             file = self.plan_path
-            if count != devices:
+            # The first attempt has the plan that was given; one for less memory has its devices.
+            if count != devices or plan != self.attempts[0][0]:
                 books = sorted(self.saves.rglob(f"plan-for-{count}.yaml"))
                 if not books:
                     self.problems.append(f"no file of the plan for {count} devices")

@@ -120,6 +120,10 @@ def _launch_here(
     if (replan or elastic) and (left := fit.remaining(node_rank)) is not None:
         given, fit, run = fit, fallback(fit, left, run, quiet=quiet), goes_on
         shrunk = shrink_record(given, left, fit, node_rank, quiet=quiet)
+    if run.preflight and not dry_run:
+        from meshwright.launch.device_checks import check_before_run  # noqa: PLC0415 - takes torch
+
+        check_before_run(fit, run, node_rank, quiet=quiet)
     if elastic and node_rank.nodes > 1 and not dry_run:
         from meshwright.launch.multi_node import on_nodes  # noqa: PLC0415 - the runtime
 

@@ -262,8 +262,10 @@ class Epochs:
         agent = self._agent
         if agent.roster.is_member:
             return
-        self._print_notice(f"node {agent.roster.agent.node} waits as a spare")
-        if not self._is_script:  # whose ranks are started afresh
+        is_left_out = agent.roster.agent.start in agent.epoch.excluded
+        waits = "is left out, and waits for the end" if is_left_out else "waits as a spare"
+        self._print_notice(f"node {agent.roster.agent.node} {waits}")
+        if not self._is_script and not is_left_out:  # a script's ranks are started afresh
             self._warm()
         agent.wait_as_spare(self._end_spare)
         self._run = self._run.model_copy(update={"resume": True, "or_start": True})
@@ -284,10 +286,7 @@ class Epochs:
             raise HandedOver("a notice came while this node was a spare")
 
     def _end_as_spare(self, over: RunOver) -> None:
-        """Say that the run is over; raise LaunchError where it has not come to its end.
-
-        A node that was left out does not know: the others go on.
-        """
+        """Say that the run is over; raise LaunchError where it has not come to its end."""
         assert self._run.checkpoint is not None and self._run.output is not None
         done = saved_step(self._run.checkpoint)
         attempts = (
@@ -297,9 +296,9 @@ class Epochs:
         wanted: tuple[str, ...] = ("max_seconds", *(["steps"] if self._is_script else []))
         is_in_time = isinstance(last, AttemptEnded) and last.stopped in wanted
         is_left_out = self._agent.roster.agent.start in self._agent.epoch.excluded
-        notice = f"this node was a spare: {over}"
+        notice = f"this node was {'left out' if is_left_out else 'a spare'}: {over}"
         is_done = done >= self._run.steps and not self._is_script
-        if not is_done and not is_in_time and not is_left_out:
+        if not is_done and not is_in_time:
             saved = f"step {done}" if done else "nothing"
             of = "" if self._is_script else f" of {self._run.steps} steps"
             again = "" if self._is_script else " with --resume --or-start"

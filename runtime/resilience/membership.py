@@ -341,8 +341,6 @@ class Roster:
         lost = [member for member in members if self.is_lost(member, now_s)]
         if any(self._has_left(member) for member in members):
             return Over("the run is over on another node")
-        if self.agent.start in epoch.excluded:
-            return Over("this node is left out")
         if not self.is_member:
             return Over("no member of the run is left") if len(lost) == len(members) else None
         if self.phase == "ready":

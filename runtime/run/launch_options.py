@@ -74,6 +74,10 @@ class LaunchRun(Part):
         default=None, description="Send figures to this OTLP endpoint (http://...)"
     )
     output: Path | None = Field(default=None, description="Folder of logs and metrics")
+    preflight: bool = Field(
+        default=False,
+        description="Time devices and links first, in at most 2 minutes, and name slow ones",
+    )
     replace_stragglers: bool = Field(
         default=False,
         description="With --elastic: let a spare take the place of a node with a slow rank",
