@@ -257,7 +257,12 @@ def as_runs(study: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the study as one of a run for each of its models, alone on what it takes."""
     goal = study.get("goal", {})
     tokens = goal.get("tokens") or (goal.get("tokens_per_parameter") and PLENTY)
-    offers = [offer for offer in study["offers"] if "solve" not in offer]
+    offers = [
+        {k: v for k, v in offer.items() if k != "largest"}
+        | ({"n": offer["n"][:1]} if offer.get("largest") else {})
+        for offer in study["offers"]
+        if "solve" not in offer
+    ]
     if study.get("jobs") or not tokens or not offers:
         return []
     left = {"data", "utilisation", "utilisation_factor"}
