@@ -257,7 +257,12 @@ def as_runs(study: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the study as one of a run for each of its models, alone on what it takes."""
     goal = study.get("goal", {})
     tokens = goal.get("tokens") or (goal.get("tokens_per_parameter") and PLENTY)
-    offers = [offer for offer in study["offers"] if "solve" not in offer]
+    offers = [
+        {k: v for k, v in offer.items() if k != "largest"}
+        | ({"n": offer["n"][:1]} if offer.get("largest") else {})
+        for offer in study["offers"]
+        if "solve" not in offer
+    ]
     if study.get("jobs") or not tokens or not offers:
         return []
     left = {"data", "utilisation", "utilisation_factor"}
@@ -308,7 +313,10 @@ def same_verdict(run: Mapping[str, Any], year: Mapping[str, Any]) -> str:
     for name in sorted(whole & short):
         if name in costs[0] and abs(costs[0][name] / costs[1][name] - 1) > 0.05:
             return f"{name} costs {costs[0][name]:,.0f} as a run, {costs[1][name]:,.0f} as a year"
-    firsts = [next(iter(answer["ranks"].values()))[0]["candidate"] for answer in (run, year)]
+    ranks = [next(iter(answer["ranks"].values())) for answer in (run, year)]
+    if not any(ranks):  # nothing fits in either form
+        return SAME
+    firsts = [of[0]["candidate"] if of else "none" for of in ranks]
     longer = firsts[0] not in short
     same = firsts[0] == firsts[1] or longer
     return SAME if same else f"{firsts[0]} first as a run, {firsts[1]} as a year"

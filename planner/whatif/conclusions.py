@@ -62,14 +62,24 @@ def leading_texts(result: Result) -> list[str]:
     """Return what stands before the verdict: that prices, or who was asked, decide it."""
     if result.interrupted:
         return []
-    return [*_few_steps(result), *_two_markets(result), *_turns_with_prices(result)]
+    return [
+        *_few_steps(result),
+        *_owned_anyway(result),
+        *_two_markets(result),
+        *_turns_with_prices(result),
+    ]
 
 
 def caveat_texts(result: Result) -> list[str]:
     """Return what a page says above its decision: what its own figures cannot show."""
     if result.interrupted:
         return []
-    return [*_few_steps(result), *_two_markets(result), *unmeasured_texts(result)]
+    return [
+        *_few_steps(result),
+        *_owned_anyway(result),
+        *_two_markets(result),
+        *unmeasured_texts(result),
+    ]
 
 
 def _few_steps(result: Result) -> Iterator[str]:
@@ -85,6 +95,26 @@ def _few_steps(result: Result) -> Iterator[str]:
                 f"choose one of which the run has {LEAST_STEPS} steps or more."
             )
             return
+
+
+def _owned_anyway(result: Result) -> Iterator[str]:
+    """Say first where what is owned, and paid anyway, adds less than the first costs."""
+    if result.study.goal.by != "cost":
+        return
+    for best in filter(None, map(result.best_of, result.ranks)):
+        for rank in result.ranks[best.model]:
+            o, used = rank.outcome, rank.outcome.used_usd_per_device_hour
+            if o is best or o.misses or not result.candidates[o.candidate].priced.owned:
+                continue
+            if o.fixed_hours is None or o.hours is None or used is None or best.usd is None:
+                continue
+            added = used.value * o.hours.value * o.devices
+            if added < best.usd.value and o.usd is not None:
+                yield (
+                    f"{o.candidate} is paid whether it runs or not, {o.usd.value - added:,.0f} USD "
+                    f"in its year; {best.model} adds {added:,.0f} USD of power there, and "
+                    f"{best.candidate} costs {best.usd.value:,.0f} USD besides."
+                )
 
 
 def _two_markets(result: Result) -> Iterator[str]:

@@ -339,11 +339,12 @@ def _at_lower_prices(
     """Return tasks and outcomes at the lower market's price each, and why; None where no need is.
 
     Where one market has all candidates they are compared in it.  But nobody takes the first there
-    if another costs less elsewhere: then each has the price that it would be rented at.
+    if another costs less elsewhere: then each has the price that it would be rented at.  A size
+    that a budget affords stays at the prices that it was found at.
     """
     study = tasks[0].study
     listed = [task.candidate.priced for task in tasks]
-    if any(offer.solve for offer in study.offers) or not any(
+    if any(offer.solve == "afford" for offer in study.offers) or not any(
         priced.elsewhere_usd is not None
         and priced.quote is not None
         and priced.elsewhere_usd < priced.quote.value

@@ -53,11 +53,13 @@ export function called({ candidate: { name, devices, accelerator, terms } }) {
 }
 
 const OWN_WORDS = /^(rent(ed)?|reserved?|bought|buy|leased?|own(ed)?|use|spot|on demand|paid|loan)\b/i;
+const TERMS_AFTER = /\s+(rented|bought|owned|leased)(?=$|\s+(from|for)\b)/i;
 
 /** What to do, in words; a name that says its terms is not told them again. */
 export function actOf(outcome) {
   const name = called(outcome);
-  return OWN_WORDS.test(name) ? name[0].toUpperCase() + name.slice(1) : `${termsOf(outcome)} ${name}`;
+  return OWN_WORDS.test(name) ? name[0].toUpperCase() + name.slice(1)
+    : `${termsOf(outcome)} ${name.replace(TERMS_AFTER, "")}`;
 }
 
 const ages = ({ candidate: { dates } }, today) => dates.map((month) => monthsSince(month, new Date(today)));

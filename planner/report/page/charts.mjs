@@ -132,7 +132,7 @@ export function spending(title, series, mark, months) {
   const body = [
     ...up.ticks.flatMap((t) => [line(LEFT, up.at(t), wide - right, up.at(t), "grid"), text(LEFT - 6, up.at(t) + 4, short(t), "end")]),
     ...across.ticks.map((t) => text(across.at(t), bottom + 16, t ? short(t) : "now", "middle")),
-    text((LEFT + wide - right) / 2, height - 6, "months", "middle"), text(6, TOP - 2, "USD"),
+    text((LEFT + wide - right) / 2, height - 6, "months", "middle"),
   ];
   const ends = series.map((s) => ({ s, y: up.at(s.points.at(-1)[1]) })).sort((a, b) => a.y - b.y);
   ends.forEach((end, k) => { if (k) end.y = Math.max(end.y, ends[k - 1].y + 15); });

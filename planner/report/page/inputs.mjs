@@ -61,7 +61,7 @@ function stepInputs(outcomes) {
     const planned = candidate.plan.step_s;
     const low = planned.low / planned.value, high = planned.high / planned.value;
     return {
-      id: `step ${accelerator}`, ids: [`step ${accelerator}`], label: `Kernels and links: step on ${accelerator}`, now: 1, low, high,
+      id: `step ${accelerator}`, ids: [`step ${accelerator}`], label: `Seconds of a step on ${accelerator} over those planned`, now: 1, low, high,
       unit: "times the predicted step", least: Math.min(low, 0.5), most: Math.max(high, 2),
       touches: (c) => c.accelerator === accelerator,
     };

@@ -349,12 +349,16 @@ function buildControls() {
     at(place).append(row);
     control.show = (source) => {
       const value = control.id in page.values ? page.values[control.id] : control.now;
-      if (source !== number) number.value = value === null ? "" : Number(value.toPrecision(6));
+      if (source !== number) number.value = value === null ? "" : short4(value);
       if (source !== slider && control.now && value) slider.value = SLIDER * Math.log(value / control.now) / Math.log(REACH);
       row.classList.toggle("set", control.id in page.values);
     };
   }
 }
+
+/** Four digits, and an exponent where a field would cut the number. */
+const short4 = (value) => (Math.abs(value) < 1e7 ? String(Number(value.toPrecision(4)))
+  : Number(value.toPrecision(4)).toExponential().replace("e+", "e"));
 
 const slid = ({ now, least, most }, steps) => Number(
   Math.min(most, Math.max(least, now * REACH ** (steps / SLIDER))).toPrecision(4));

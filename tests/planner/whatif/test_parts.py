@@ -8,9 +8,11 @@ import pytest
 
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.whatif.candidates import Candidate, candidates_of
+from meshwright.planner.whatif.conclusions import caveat_texts, verdicts
 from meshwright.planner.whatif.evaluate import evaluate
 from meshwright.planner.whatif.planning import plan_candidate
 from meshwright.planner.whatif.pricing.break_even import cash_usd, present_value_usd
+from meshwright.planner.whatif.run_study import run
 from tests.planner.whatif.test_study import PRICE, study
 
 QUOTE = {"date": "2026-11", "source": "a quote"}
@@ -104,3 +106,24 @@ def test_a_run_of_a_part_of_a_year_pays_the_year_of_what_is_bought_or_owned(name
     assert hourly is not None and hourly.fixed.value > 0
     each = 8760 * hourly.fixed.value + outcome.hours.value * hourly.used.value
     assert outcome.usd.value == pytest.approx(outcome.devices * each)
+
+
+def test_what_is_owned_and_paid_anyway_is_named_first_where_it_adds_less() -> None:
+    """By hand: power of the hours that are used is all that a run on it adds."""
+    asked = study(
+        offers=[OFFERS[3], {"name": "new", "cluster": "8xl4", "rent": PRICE}],
+        goal={"tokens": 1e9},
+        work={"seq_len": 1024, "global_batch": 64, "framework": "native"},
+    )
+    answer = run(asked, processes=1)
+    by_name = {o.candidate: o for o in answer.outcomes}
+    mine, best = by_name["owned"], answer.best
+    used = answer.candidates["owned"].priced.hourly
+    assert best is not None and best.candidate == "new" and used is not None
+    assert mine.hours is not None and best.usd is not None
+    added = mine.hours.value * 8 * used.used.value
+    assert added < best.usd.value
+
+    first = verdicts(answer)[0]
+    assert first.startswith("owned is paid whether it runs or not")
+    assert f"adds {added:,.0f} USD of power" in first and first in caveat_texts(answer)
