@@ -81,6 +81,8 @@ def run_script(
     folder = Path(output) if output else Path("runs", file_name(wanted.model.name))
     _check_survival(elastic=elastic, checkpoint=checkpoint, every=checkpoint_every)
     more = {"elastic": elastic, "checkpoint": checkpoint, "checkpoint_every": checkpoint_every}
+    if where.on == "ray":
+        raise DocumentError("on", "ray starts `meshwright launch`; start a script with --hosts")
     if where.on != "local":
         if profile is not None:
             raise DocumentError("profile", "is of these machines, where no job runs; leave it out")
