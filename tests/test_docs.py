@@ -33,11 +33,7 @@ HARD_TO_READ = {
     "choose-hardware.md",
     "fine-tune.md",
     "recovery.md",
-    "search.md",
     "survive-failures.md",
-    "the-engine.md",
-    "train-mamba2.md",
-    "train-your-script.md",
 }
 """Pages that are longer, or have longer sentences, than a page may."""
 GROUP: Any = typer.main.get_command(cli.app)
