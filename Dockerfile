@@ -2,10 +2,10 @@
 #
 #   docker build -t meshwright .
 #   docker run --rm meshwright plan llama-3.1-8b --cluster 8xh100-sxm-80gb
-#   docker run --rm --gpus all --ipc host -v "$PWD:/work" meshwright launch plan.yaml
+#   docker run --rm --gpus all --ipc host -v "$PWD:/work" --user "$(id -u)" meshwright launch plan.yaml
 #
-# EXTRAS= leaves PyTorch out: an image that plans alone.
-FROM python:3.13-slim
+# --build-arg EXTRAS= leaves PyTorch out: an image that plans alone.
+FROM python:3.13-slim AS build
 
 ARG EXTRAS=[torch]
 
@@ -15,11 +15,20 @@ COPY planner planner
 COPY runtime runtime
 COPY profiler profiler
 COPY meshwright meshwright
-RUN pip install --no-cache-dir -c constraints.txt pip \
-    && pip install --no-cache-dir -c constraints.txt --build-constraint constraints.txt ".${EXTRAS}" \
-    && rm -rf /source \
-    && useradd --create-home user
+RUN python -m venv /opt/meshwright \
+    && /opt/meshwright/bin/pip install --no-cache-dir -c constraints.txt pip \
+    && /opt/meshwright/bin/pip install --no-cache-dir -c constraints.txt --build-constraint constraints.txt ".${EXTRAS}"
 
+FROM python:3.13-slim
+
+LABEL org.opencontainers.image.title="meshwright" \
+      org.opencontainers.image.source="https://github.com/meshwright/meshwright" \
+      org.opencontainers.image.licenses="Apache-2.0"
+
+COPY --from=build /opt/meshwright /opt/meshwright
+RUN useradd --create-home user && install --directory --owner user /work
+
+ENV PATH=/opt/meshwright/bin:$PATH PYTHONSAFEPATH=1
 USER user
 WORKDIR /work
 ENTRYPOINT ["meshwright"]

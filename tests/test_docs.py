@@ -29,13 +29,6 @@ READ = [
     DOCS / "tutorial" / "first-plan.md",
     DOCS / "index.md",
 ]
-HARD_TO_READ = {
-    "search.md",
-    "the-engine.md",
-    "train-mamba2.md",
-    "train-your-script.md",
-}
-"""Pages that are longer, or have longer sentences, than a page may."""
 GROUP: Any = typer.main.get_command(cli.app)
 
 
@@ -83,8 +76,6 @@ def test_links_of_a_page_lead_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("page", READ, ids=[page.stem for page in READ])
 def test_a_page_is_short_and_easy_to_read(page: Path) -> None:
     readability = pytest.importorskip("tests.readability", exc_type=ImportError)
-    if page.name in HARD_TO_READ:
-        pytest.skip("is in HARD_TO_READ; take it out when it is short enough")
 
     words, mean_words, ease = readability.figures(page)
 

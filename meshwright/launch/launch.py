@@ -78,6 +78,9 @@ def launch(
         "profile": profile,
         "trust_code": trust_code,
     }
+    if where.on == "ray":
+        _on_ray(plan_path, run, where, {**more, "json": quiet}, dry_run=dry_run)
+        return None
     if where.on != "local":
         return _submit_job(plan_path, run, where, more, dry_run=dry_run)
     where.refuse_job()
@@ -237,6 +240,43 @@ def _on_hosts(
         rendezvous=where.rendezvous,
     )
     on_hosts(hosts_of(where.told_hosts), command, dry_run=dry_run)
+
+
+def _on_ray(
+    plan_path: str,
+    run: LaunchRun,
+    where: Where,
+    more: Mapping[str, object],
+    *,
+    dry_run: bool,
+) -> None:
+    """Launch a plan on the nodes of a Ray cluster, with these options."""
+    from meshwright.launch.ray_cluster import on_ray  # noqa: PLC0415 - one way needs it
+    from meshwright.launch.ssh import HostCommand  # noqa: PLC0415
+
+    if where.hosts is not None:
+        raise DocumentError("hosts", "are started over ssh, and Ray has its own; leave one out")
+    if run.checkpoint is not None and not run.resume:  # a run that is started again goes on
+        run = run.model_copy(update={"resume": True, "or_start": True})
+    wanted = document.read(Plan, plan_path)
+    wanted.training.with_settings(run.training)
+    refuse_foreign(wanted, plan_path)
+    machine = machine_of(wanted.cluster, None)
+    if len(machine.groups) > 1:
+        raise LaunchError(
+            f"on: {wanted.cluster} has several kinds of nodes, which Ray does not tell apart here; "
+            "start the launch on each with --hosts"
+        )
+    command = HostCommand.of(
+        machine,
+        ("launch", plan_path, *option_words({**run.model_dump(), **more})),
+        (plan_path,),
+        spares=False,
+        rendezvous=where.rendezvous,
+    )
+    (group,) = machine.groups
+    devices, saved = group.devices_per_node, run.checkpoint
+    on_ray(command, where.job, devices=devices, saved=saved, dry_run=dry_run)
 
 
 def _submit_job(

@@ -97,6 +97,8 @@ def run_script(
         if not elastic:
             raise DocumentError("replace-stragglers", "needs spares: add --elastic")
         more["replace_stragglers"] = True
+    if where.on == "ray":
+        raise DocumentError("on", "ray starts `meshwright launch`; start a script with --hosts")
     if where.on != "local":
         if profile is not None:
             raise DocumentError("profile", "is of these machines, where no job runs; leave it out")

@@ -95,7 +95,9 @@ def submit(
     """
     scheduler = where.on
     if scheduler not in SCHEDULERS:
-        raise LaunchError(f"on: '{scheduler}' is not known; known: local, {', '.join(SCHEDULERS)}")
+        raise LaunchError(
+            f"on: '{scheduler}' is not known; known: local, ray, {', '.join(SCHEDULERS)}"
+        )
     if len(machine.groups) > 1:
         raise LaunchError(
             f"on: {plan.cluster} has several kinds of nodes, which one {scheduler} job cannot "

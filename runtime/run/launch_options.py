@@ -107,7 +107,8 @@ class Where(Part):
     """
 
     on: str = Field(
-        default="local", description="local, or write and submit a job: slurm, kubernetes"
+        default="local",
+        description="local; ray: an existing cluster; or submit a job: slurm, kubernetes",
     )
     job: tuple[str, ...] = Field(
         default=(), description="Of that job: partition=gpu, time=24:00:00; image=NAME"
@@ -125,7 +126,7 @@ class Where(Part):
         """Refuse settings of a job where none is written."""
         if self.job:
             raise DocumentError(
-                "job", "settings go with --on slurm or kubernetes; add it, or leave --job out"
+                "job", "settings go with --on slurm, kubernetes or ray; add it, or leave --job out"
             )
 
     @property
