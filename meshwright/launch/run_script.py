@@ -86,17 +86,15 @@ def run_script(
     wanted = document.read(Plan, plan_path)
     folder = Path(output) if output else Path("runs", file_name(wanted.model.name))
     _check_survival(elastic=elastic, checkpoint=checkpoint, every=checkpoint_every)
+    if replace_stragglers and not elastic:
+        raise DocumentError("replace-stragglers", "needs spares: add --elastic")
     more: dict[str, object] = {
         "elastic": elastic,
         "checkpoint": checkpoint,
         "checkpoint_every": checkpoint_every,
+        **({} if scale_up_after == SCALE_UP_AFTER_S else {"scale_up_after": scale_up_after}),
+        **({"replace_stragglers": True} if replace_stragglers else {}),
     }
-    if scale_up_after != SCALE_UP_AFTER_S:
-        more["scale_up_after"] = scale_up_after
-    if replace_stragglers:
-        if not elastic:
-            raise DocumentError("replace-stragglers", "needs spares: add --elastic")
-        more["replace_stragglers"] = True
     if where.on == "ray":
         raise DocumentError("on", "ray starts `meshwright launch`; start a script with --hosts")
     if where.on != "local":

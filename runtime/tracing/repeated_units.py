@@ -171,10 +171,10 @@ def _of_value(value: Any, numbers: dict[Any, int]) -> Hashable:
             return type(value), frozenset(value)
         case dict():
             return type(value), tuple((repr(k), _of_value(v, numbers)) for k, v in value.items())
-        case types.MethodType():
-            return value.__func__, isinstance(value.__self__, nn.Module)
         case _:
-            return type(value), id(value)
+            is_method = isinstance(value, types.MethodType)
+            which = isinstance(value.__self__, nn.Module) if is_method else id(value)
+            return (value.__func__ if is_method else type(value)), which
 
 
 def _storage(tensor: Tensor) -> int:

@@ -88,6 +88,9 @@ class Averaging:
     def state(self) -> dict[str, torch.Tensor]:
         return {"model.mean": self.mean}
 
+    def resident_tensors(self) -> dict[str, torch.Tensor]:
+        return self.state()
+
 
 class FailsAt(Averaging):
     """Gives a loss or gradient norm that is no number at one step."""
