@@ -138,9 +138,9 @@ QUESTIONS = (
         published="Unsloth's documentation: gpt-oss-20b, LoRA beside 4 bits, 14 GB",
     ),
     Question(
-        words="0.5B, all weights, one card of 10 GB",
+        words="0.5B, all weights, one card of 8 GB",
         model="qwen2.5-0.5b",
-        cluster="1xrtx-3080",
+        cluster="1xrtx-3070",
         options={"seq_len": 1024, "global_batch": 16, "masters": "none"},
         published="LLaMA-Factory's README: 8 bytes a parameter in pure bf16, 4 GB",
     ),
@@ -343,10 +343,10 @@ def page() -> str:
         "",
         "Qwen's are sizes that a device reports, torchtune's the peak that PyTorch allocated. "
         "Qwen's weights in 4 bits are restored by AutoGPTQ, in several operators of PyTorch for "
-        "each product (`--framework transformers+unfused-dequantization`); bitsandbytes' one "
-        "kernel is the default. Qwen's queries, keys and values are one product with one "
-        "adapter, three here. torchtune's LoRA on one RTX 4090 needs 135 TFLOP/s through the whole step, 82 % of "
-        "the peak; products are priced at 83 %, and all else beside them.",
+        "each product (`--framework transformers+unfused-dequantization`); the default is "
+        "bitsandbytes' one kernel. Qwen's queries, keys and values are one product with one "
+        "adapter, three here. torchtune's LoRA on one RTX 4090 needs 135 TFLOP/s through the whole "
+        "step, 82 % of the peak; products are priced at 83 %, and all else beside them.",
         "",
         "| run | GiB | published | off | seconds of a step | published | off |",
         "|---|---|---|---|---|---|---|",

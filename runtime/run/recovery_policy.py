@@ -41,7 +41,7 @@ class Verdict:
 
 VERDICTS: Sequence[Verdict] = (
     Verdict(
-        causes=frozenset({"crash", "device", "node", "hang", "transient"}),
+        causes=frozenset({"crash", "device", "node", "hang", "transient", "straggler"}),
         stuck=ATTEMPTS,
         reaction="stop",
         why=f"it ended {ATTEMPTS} times after the same step",

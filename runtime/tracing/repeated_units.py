@@ -171,10 +171,13 @@ def _of_value(value: Any, numbers: dict[Any, int]) -> Hashable:
             return type(value), frozenset(value)
         case dict():
             return type(value), tuple((repr(k), _of_value(v, numbers)) for k, v in value.items())
-        case _:
-            is_method = isinstance(value, types.MethodType)
-            which = isinstance(value.__self__, nn.Module) if is_method else id(value)
-            return (value.__func__ if is_method else type(value)), which
+    return _of_object(value)
+
+
+def _of_object(value: object) -> Hashable:
+    if isinstance(value, types.MethodType):
+        return value.__func__, isinstance(value.__self__, nn.Module)
+    return type(value), id(value)
 
 
 def _storage(tensor: Tensor) -> int:
