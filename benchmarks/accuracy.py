@@ -372,8 +372,8 @@ TRIED_LEFT_OUT = (
     "A host that reads counts of tokens beside the device's passes, once more, with those biases: "
     "mixtures of moe_zoo 11.9 to 6.6 %, of megatron_bridge 9.9 to 14.8 %, mfsdp_gb200 27 to 38 %; "
     "half of it 8.9, 11.5 and 32 %. Dropped.",
-    "Ranges without a doubt of quoted kernels; without one of H200, GB200, GB300 and B300, of which "
-    "Megatron now has 20 runs and more; levels of 0.94 and 0.93 for 0.93 and 0.92: in range 83.4 "
+    "Ranges without a doubt of quoted kernels; without one of H200, GB200, GB300 and B300, of "
+    "which Megatron now has 20 runs and more; levels of 0.94 and 0.93 for 0.93 and 0.92: in range 83.4 "
     "to 83.4, 82.9 and 85.8 %, classes of 30 rows outside of 76 to 86 % three to six, seven and "
     "seven (adapters 77 to 73 %, GB200 81 to 71 %). Dropped. H100 stays at 72 % by nanotron_usp, "
     "whose stalls no other class has, H200 (32 runs) at 92 and quoted kernels (48) at 95 %.",
