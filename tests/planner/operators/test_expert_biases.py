@@ -19,7 +19,7 @@ EXPERTS, ROWS, WIDTH = 4, 2048, 512
 SIZE = 2 * ROWS * WIDTH
 
 
-class Traffic(TorchDispatchMode):
+class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Bytes of tensors that operators read and write; operators that make views move nothing."""
 
     moved = 0
@@ -39,17 +39,17 @@ class Traffic(TorchDispatchMode):
 def traffic(forward: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> tuple[float, float]:
     """Bytes of a function's forward and backward, in sizes of its rows."""
     inputs = [each.requires_grad_() for each in tensors]
-    with Traffic() as there:
+    with Traffic() as there:  # type: ignore[no-untyped-call]
         result = forward(*inputs)
     gradient = torch.ones_like(result)
-    with Traffic() as back:
+    with Traffic() as back:  # type: ignore[no-untyped-call]
         torch.autograd.grad(result, inputs, gradient)
     return there.moved / SIZE, back.moved / SIZE
 
 
 def weighed_in_fp32(rows: torch.Tensor, bias: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     counts = [ROWS // EXPERTS] * EXPERTS
-    parts = zip(rows.split(counts), bias, weights.split(counts), strict=True)
+    parts = zip(torch.split(rows, counts), bias, torch.split(weights, counts), strict=True)
     return torch.cat([part + b * p for part, b, p in parts]).to(rows.dtype)
 
 
