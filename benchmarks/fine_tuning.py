@@ -138,9 +138,9 @@ QUESTIONS = (
         published="Unsloth's documentation: gpt-oss-20b, LoRA beside 4 bits, 14 GB",
     ),
     Question(
-        words="0.5B, all weights, one card of 10 GB",
+        words="0.5B, all weights, one card of 8 GB",
         model="qwen2.5-0.5b",
-        cluster="1xrtx-3080",
+        cluster="1xrtx-3070",
         options={"seq_len": 1024, "global_batch": 16, "masters": "none"},
         published="LLaMA-Factory's README: 8 bytes a parameter in pure bf16, 4 GB",
     ),
