@@ -343,10 +343,10 @@ def page() -> str:
         "",
         "Qwen's are sizes that a device reports, torchtune's the peak that PyTorch allocated. "
         "Qwen's weights in 4 bits are restored by AutoGPTQ, in several operators of PyTorch for "
-        "each product (`--framework transformers+unfused-dequantization`); bitsandbytes' one kernel "
-        "is the default. Qwen's queries, keys and values are one product with one adapter, three "
-        "here. torchtune's LoRA on one RTX 4090 needs 135 TFLOP/s through the whole step, 82 % of "
-        "the peak; products are priced at 83 %, and all else beside them.",
+        "each product (`--framework transformers+unfused-dequantization`); the default is "
+        "bitsandbytes' one kernel. Qwen's queries, keys and values are one product with one "
+        "adapter, three here. torchtune's LoRA on one RTX 4090 needs 135 TFLOP/s through the whole "
+        "step, 82 % of the peak; products are priced at 83 %, and all else beside them.",
         "",
         "| run | GiB | published | off | seconds of a step | published | off |",
         "|---|---|---|---|---|---|---|",
