@@ -862,9 +862,6 @@ OPTIONS: Mapping[str, Mapping[str, object]] = {
     },
     "adapter-dropout": {"kernels.adapter_dropout": True},
     "narrow-frozen": {"types.wide_frozen": False},
-    # AutoGPTQ, nn_modules/qlinear/qlinear_cuda_old.py, forward while it trains: codes are shifted
-    # into int32 (0.5 read, 4 written), cast to int8 (4 and 1), masked (1 and 1), less their zero (1
-    # and 1), times their scale in 16 bits (1 and 2), each by an operator of PyTorch.
     "unfused-dequantization": {"kernels.restored_bytes": 16.5},
     "reentrant-recompute": {"recompute.reentrant": True},
     "host-counts": {"experts.counts": "host"},
@@ -950,6 +947,9 @@ OPTION_BASIS: Mapping[str, str] = {
     "shifted-logits": "derived: transformers 4.46 to 4.49, loss_utils.py",
     "narrow-loss": "derived: a model's own loss under DeepSpeed, which has no autocast: "
     "log-softmax, its gradient and its input's in 16 bits (3 x 2)",
+    "unfused-dequantization": "derived: AutoGPTQ, nn_modules/qlinear/qlinear_cuda_old.py, forward "
+    "while it trains: codes are shifted into int32 (0.5 read, 4 written), cast to int8 (4 and 1), "
+    "masked (1 and 1), less their zero (1 and 1), times their scale in 16 bits (1 and 2)",
 }
 """Source that the figures of each option are fitted to or derived from."""
 

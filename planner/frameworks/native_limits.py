@@ -307,7 +307,11 @@ def _unplanned_obstacles(
     if job.lora is None:
         return
     if a is None:
-        yield Obstacle("training.lora", "adapters are planned for language models")
+        yield Obstacle(
+            "training.lora",
+            "adapters of a recorded model are not planned; give a layout to meshwright.Engine, as "
+            '{"zero": 3, "lora": {"rank": 16}}, or leave lora out',
+        )
     elif families and a.family not in families:
         yield Obstacle(
             "training.lora", f"adapters are planned for the families {', '.join(families)}"

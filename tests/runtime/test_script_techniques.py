@@ -323,6 +323,8 @@ def test_evaluation_has_the_adapters_of_an_encoders_layer() -> None:
     engine = Engine(Readers, {"lora": Lora(rank=4), "precision": "bf16"}, loss=loss,
                     optimizer=adamw, batch=batch_of(0))  # fmt: skip
     engine.step(batch_of(0))
+    frozen = [p for p in engine._parts[0].module.parameters() if not p.requires_grad]
+    assert {parameter.dtype for parameter in frozen} == {torch.bfloat16}
 
     evaluated = engine.evaluate(batch_of(1)).loss
 

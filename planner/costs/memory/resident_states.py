@@ -260,7 +260,8 @@ class ResidentStates:
         self.wide = weights == "nf4" and framework.types.wide_frozen
         """True if the part of a frozen model not in 4 bits is fp32, where nothing is divided."""
         if self.wide:
-            self._types_of_ends[0] = replace(self._types_of_ends[0], frozen=float(FP32))
+            ends, wide = self._types_of_ends, float(FP32)
+            ends[0] = replace(ends[0], frozen=wide, frozen_stored=wide)
         self._gathers_narrow = (
             job.precision in EIGHT_BITS and "parameters" in framework.eight_bit.gathered
         )
