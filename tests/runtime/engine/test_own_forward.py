@@ -172,6 +172,7 @@ WIDER: dict[str, tuple[int, dict[str, Any]]] = {
     "tensor": (2, {"tensor": 2}),
     "tensor x data": (4, {"tensor": 2, "zero": 3}),
     "stages x data": (4, {"pipeline": 2, "micro_batches": 2, "zero": 2}),
+    "stages, one forward": (2, {"pipeline": 2, "micro_batches": 1}),
 }
 
 
@@ -182,7 +183,7 @@ def all_of(kind: str, layout: str) -> dict[str, Training]:
 @pytest.mark.ranks
 @pytest.mark.matrix
 @pytest.mark.parametrize("layout", WIDER)
-@pytest.mark.parametrize("kind", ["published", "modules"])
+@pytest.mark.parametrize("kind", ["buffers", "published", "modules"])
 def test_published_modules_train_on_wider_layouts_or_are_refused(kind: str, layout: str) -> None:
     every = on_ranks(WIDER[layout][0], all_of, kind, layout, timeout_s=8 * PATIENCE_S)
     for results in every:
