@@ -8,7 +8,9 @@ is the example, takes a branch that others do not.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -208,6 +210,20 @@ def replaced_parameter(layout: dict[str, Any]) -> str:
 
 def test_a_parameter_that_no_optimizer_has_is_refused_before_an_update() -> None:
     assert replaced_parameter({}).startswith("blocks.0.weight: is another parameter")
+
+
+def copied(layout: dict[str, Any]) -> str:
+    modules = [Net()]
+    Engine(lambda: modules[0], layout, loss=squares, optimizer=sgd, batch=batch_of(0))
+    with pytest.raises(LaunchError) as refusal:
+        copy.deepcopy(modules[0])
+    return str(refusal.value)
+
+
+@pytest.mark.ranks
+def test_a_copy_of_a_divided_module_is_refused_in_words() -> None:
+    for words in on_ranks(2, copied, {"zero": 3}):
+        assert re.match(r"Linear: is copied, and ranks divide .* engine\.averaged\(decay\)", words)
 
 
 class Longest(nn.Module):
