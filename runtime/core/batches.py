@@ -76,21 +76,22 @@ def samples_in(batch: Any) -> int:
     >>> samples_in({"x": torch.zeros(4, 2), "y": torch.zeros(4), "temperature": 0.5})
     4
     """
+    sizes = {len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim}
+    if len(sizes) == 1:
+        return sizes.pop()
     counts: dict[int, str] = {}
     for path, leaf in tree_flatten_with_path(batch)[0]:
         if isinstance(leaf, Tensor) and leaf.ndim:
             counts.setdefault(len(leaf), keystr(path) or "it")
-    if len(counts) > 1:
+    if counts:
         counted = " and ".join(f"{name} has {count} samples" for count, name in counts.items())
         raise BatchError(f"batch: {counted} along dim 0; give all leaves the same samples")
-    if not counts:
-        kind = type(batch).__name__
-        place = "" if isinstance(batch, dict | tuple | list | Tensor) else f" in a {kind}"
-        raise BatchError(
-            f"batch: has no tensor with samples along dim 0{place}; give tensors of [sample, ...], "
-            "alone or in dicts, tuples and lists"
-        )
-    return next(iter(counts))
+    kind = type(batch).__name__
+    place = "" if isinstance(batch, dict | tuple | list | Tensor) else f" in a {kind}"
+    raise BatchError(
+        f"batch: has no tensor with samples along dim 0{place}; give tensors of [sample, ...], "
+        "alone or in dicts, tuples and lists"
+    )
 
 
 def part_of(batch: Any, samples: range) -> Any:

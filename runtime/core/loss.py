@@ -125,6 +125,8 @@ class Totals:
         self.values += self._pair(value, 0.0)
 
     def _pair(self, total: Any, count: Any) -> Tensor:
+        if self._device.type == "cpu":  # whose numbers nobody waits for
+            return torch.tensor([_float(total), _float(count)], dtype=torch.float64)
         return torch.stack([self._number(total), self._number(count)])
 
     def _number(self, value: Any) -> Tensor:
@@ -132,6 +134,10 @@ class Totals:
             return plain(value).reshape(()).to(self._device, torch.float64)
         # Filled on the device: a copy from the host would wait for all that runs there.
         return torch.full((), float(value), dtype=torch.float64, device=self._device)
+
+
+def _float(value: Any) -> float:
+    return float(plain(value)) if isinstance(value, Tensor) else float(value)
 
 
 def plain(value: Tensor) -> Tensor:

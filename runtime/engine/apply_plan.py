@@ -564,11 +564,21 @@ def _root(staged: Staged) -> None:
         for child in module.modules():
             if isinstance(child, FSDPModule):
                 of.participation.watch(child)
+                type(child).__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]
         module.order = BackwardOrder(root, units)
     elif plan.mesh.pipeline == 1 and reduces_at_once(plan, place):
         layers = list(staged.layers.values())
         let_go_before(layers[len(layers) // 2], root)
     prefetch(list(module.units.values()), plan.prefetch)
+
+
+def _refuse_copy(divided: FSDPModule, _: object) -> None:
+    """Refuse what FSDP does not support, in the words of a training loop that wants an average."""
+    raise LaunchError(
+        f"{type(divided).__name__.removeprefix('FSDP')}: is copied, and ranks divide its "
+        "parameters; let an average follow by engine.averaged(decay), or copy it before the Engine "
+        "is made and load engine.state_dict() into the copy"
+    )
 
 
 def _working_copies(staged: Staged) -> None:

@@ -304,13 +304,14 @@ def check_replay(module: nn.Module, recorder: Recorder, few: Any) -> frozenset[s
         return frozenset()
     # One unit is replayed as the module itself.
     backward = recorder.refused is None
-    once, changing, unnamed = _trial_of_module(module, recorder, few, backward=backward)
+    once, changing, unnamed, buffers = _trial_of_module(module, recorder, few, backward=backward)
     with restore_side_effects(module, recorder.inputs), torch.enable_grad():
         other = deepcopy_module(module)
         stage = RecordedStage(other, recorder, 0, len(recorder.first.layers)).train()
         replayed = _ForwardTrial.of(
             other, lambda: stage(micro=MicroBatch(own_tensors(few))), backward=backward
         )
+        here = _changed_buffers(recorder, module, other)
     for parameter in module.parameters():
         parameter.grad = None  # a forward that was replaced by a function runs the module itself
     apart = sorted(once.changes ^ replayed.changes)
@@ -320,6 +321,12 @@ def check_replay(module: nn.Module, recorder: Recorder, few: Any) -> frozenset[s
             f"{type(module).__name__} makes something else than its replayed forward{what}: "
             "what it does depends on Python's own state, between units; keep state in buffers, or "
             "name a unit around it with units="
+        )
+    if bound := sorted(buffers ^ here):
+        raise RecordError(
+            f"{bound[0]}: is bound anew by the forward, between units, and a stage has the tensor "
+            f"that was there before: change it in place ({bound[0]}.copy_(...)), name a unit "
+            "around it with units=, or use a plan without pipeline"
         )
     if (name := once.learns_apart(replayed)) is not None:
         raise RecordError(
@@ -332,23 +339,24 @@ def check_replay(module: nn.Module, recorder: Recorder, few: Any) -> frozenset[s
 
 def _trial_of_module(
     module: nn.Module, recorder: Recorder, few: Any, *, backward: bool = False
-) -> tuple[_ForwardTrial, frozenset[str], bool]:
+) -> tuple[_ForwardTrial, frozenset[str], bool, set[str]]:
     """Run a copy of a module twice; return the first trial, and the names of what changes anew.
 
-    The third says that the second forward made something else and nothing has changed by name.
+    The third says that the second forward made something else and nothing has changed by name, the
+    fourth which buffers the first one changed.
     """
     with restore_side_effects(module, recorder.inputs), torch.enable_grad():
         twin = deepcopy_module(module)
         once = _ForwardTrial.of(twin, lambda: _forward_of(twin, recorder, few), backward=backward)
         changed = _changed_names(recorder, module.named_parameters(), twin.named_parameters())
-        buffers = _changed_names(recorder, module.named_buffers(), twin.named_buffers())
+        buffers = _changed_buffers(recorder, module, twin)
         again = _ForwardTrial.of(twin, lambda: _forward_of(twin, recorder, few))
     if not once.makes_as(again):  # statistics that no training forward reads are none of these
         changed |= buffers
     for parameter in module.parameters():
         parameter.grad = None  # a forward that was replaced by a function runs the module itself
     unnamed = not (again.changes or changed or once.makes_as(again))
-    return once, again.changes | frozenset(changed), unnamed
+    return once, again.changes | frozenset(changed), unnamed, buffers
 
 
 def _changed_names(
@@ -361,6 +369,13 @@ def _changed_names(
         for name, then in before
         if name in here and not _equal(then, here[name])
     }
+
+
+def _changed_buffers(recorder: Recorder, before: nn.Module, now: nn.Module) -> set[str]:
+    """Return the names of buffers that have other values now, or are there only now."""
+    there, here = dict(before.named_buffers()), dict(now.named_buffers())
+    changed = _changed_names(recorder, there.items(), here.items())
+    return changed | (here.keys() - there.keys())
 
 
 def refuse_changing(

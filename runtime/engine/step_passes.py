@@ -573,8 +573,9 @@ class StepPasses:
             return self._start_of(surrogate(outputs, self._by_output[id(micro)]))
         if micro.batch is self._filler:
             return torch.zeros((), device=self._device)
-        samples = None if micro.local else batches.samples_in(micro.batch)
-        loss_sum = loss_sum_of(self._loss(outputs, micro.batch), samples)
+        returned = self._loss(outputs, micro.batch)
+        is_mean = isinstance(returned, Tensor) and not micro.local
+        loss_sum = loss_sum_of(returned, batches.samples_in(micro.batch) if is_mean else None)
         if self._place.along("tensor") == 0:  # the others of a slice have the same
             (self.totals if self._surveyed is None else self._surveyed).add(loss_sum)
         return self._start_of(loss_sum.total)

@@ -211,9 +211,9 @@ class Gradients:
             if slot.copies_here:
                 _add_copies(slot)
         grads = {
-            slot: _local_grad(slot.parameter)
+            slot: grad if type(grad) is Tensor else _local_grad(slot.parameter)
             for slot in self.slots
-            if slot.parameter.grad is not None
+            if (grad := slot.parameter.grad) is not None
         }
         self._lacking = set()
         if self.participation is not None:

@@ -8,7 +8,9 @@ is the example, takes a branch that others do not.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -172,6 +174,7 @@ WIDER: dict[str, tuple[int, dict[str, Any]]] = {
     "tensor": (2, {"tensor": 2}),
     "tensor x data": (4, {"tensor": 2, "zero": 3}),
     "stages x data": (4, {"pipeline": 2, "micro_batches": 2, "zero": 2}),
+    "stages, one forward": (2, {"pipeline": 2, "micro_batches": 1}),
 }
 
 
@@ -182,7 +185,7 @@ def all_of(kind: str, layout: str) -> dict[str, Training]:
 @pytest.mark.ranks
 @pytest.mark.matrix
 @pytest.mark.parametrize("layout", WIDER)
-@pytest.mark.parametrize("kind", ["published", "modules"])
+@pytest.mark.parametrize("kind", ["buffers", "published", "modules"])
 def test_published_modules_train_on_wider_layouts_or_are_refused(kind: str, layout: str) -> None:
     every = on_ranks(WIDER[layout][0], all_of, kind, layout, timeout_s=8 * PATIENCE_S)
     for results in every:
@@ -207,6 +210,20 @@ def replaced_parameter(layout: dict[str, Any]) -> str:
 
 def test_a_parameter_that_no_optimizer_has_is_refused_before_an_update() -> None:
     assert replaced_parameter({}).startswith("blocks.0.weight: is another parameter")
+
+
+def copied(layout: dict[str, Any]) -> str:
+    modules = [Net()]
+    Engine(lambda: modules[0], layout, loss=squares, optimizer=sgd, batch=batch_of(0))
+    with pytest.raises(LaunchError) as refusal:
+        copy.deepcopy(modules[0])
+    return str(refusal.value)
+
+
+@pytest.mark.ranks
+def test_a_copy_of_a_divided_module_is_refused_in_words() -> None:
+    for words in on_ranks(2, copied, {"zero": 3}):
+        assert re.match(r"Linear: is copied, and ranks divide .* engine\.averaged\(decay\)", words)
 
 
 class Longest(nn.Module):
