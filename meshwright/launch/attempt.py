@@ -94,6 +94,8 @@ def run_attempt(
             copies=COPIES_SHARE if asked.elastic else 0.0,
         )
 
+    if not asked.again and not asked.dry_run and not asked.quiet:
+        warn_of_host_memory(fit, prediction, elastic=asked.elastic)
     report = start(
         replace(
             asked,
@@ -113,6 +115,28 @@ def run_attempt(
     return LaunchResult(
         plan=wanted, report=report, prediction=prediction, rows=comparison(report, prediction)
     )
+
+
+def warn_of_host_memory(fit: LaunchablePlan, prediction: Prediction, *, elastic: bool) -> None:
+    """Say what ranks and launcher of this node should take of host memory, if it is too much."""
+    from meshwright.runtime.launch.host_memory_limits import (  # noqa: PLC0415 - the runtime
+        available_bytes,
+        memory_problem,
+    )
+
+    group = fit.machine.groups[0]
+    on_host = group.accelerator.kind == "cpu"
+    problem = memory_problem(
+        ranks=min(fit.plan.mesh.devices, group.devices_per_node),
+        process_bytes=max(
+            stage.host_bytes + (stage.peak_memory_bytes if on_host else 0.0)
+            for stage in prediction.stages
+        ),
+        copies_bytes=copy_bytes(fit) if elastic else 0.0,
+        available=available_bytes(),
+    )
+    if problem is not None:
+        print(f"meshwright: warning: {problem}", file=sys.stderr)
 
 
 def with_interval(

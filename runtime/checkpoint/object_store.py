@@ -8,6 +8,7 @@ the one that is rank 0 the last of them, by which a checkpoint counts:
     ├── step-000030/            the files of a checkpoint; meta.json is put last, and deleted first
     ├── parts/step-000040.RUN/  what nodes have of one whose ranks have died
     ├── book/                   plans for fewer devices
+    ├── run/                    events, metrics and reports, renewed while the run lives
     └── epochs/                 decisions of a run on several nodes
 
 What does not answer is asked again for PATIENCE_S; nobody waits for that but the next save.
@@ -21,6 +22,8 @@ import hashlib
 import os
 import re
 import shutil
+import stat
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -38,6 +41,10 @@ PATIENCE_S = 900.0
 """Seconds for which requests to a store that does not answer are repeated."""
 START_PATIENCE_S = 120.0
 """The same where a run begins: an address that is wrong should not cost a quarter of an hour."""
+RECORDS_S = 30.0
+"""Seconds between two looks for records of the run that have changed."""
+RECORDS = ("*.jsonl", "report.json", "plan.yaml", "model.yaml", "prediction.yaml", "records/*",
+           "incidents/*/*")  # fmt: skip
 ANSWER_S = 5.0
 """The same where what is there is only told."""
 _LEAST_S, _MOST_S = 0.5, 10.0
@@ -142,9 +149,13 @@ class ObjectStore:
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
 
-    def put(self, file: Path, name: str) -> None:
+    def put(self, file: Path, name: str, *, patience_s: float | None = None) -> None:
         """Store a file; what had the name before is replaced."""
-        self._ask(f"storing {name}", lambda: self._put(file.read_bytes, file, name))
+        self._ask(
+            f"storing {name}",
+            lambda: self._put(file.read_bytes, file, name),
+            patience_s=patience_s,
+        )
 
     def _put(self, content: Callable[[], bytes], file: Path | None, name: str) -> None:
         path = self._path(name)
@@ -399,6 +410,63 @@ def _fetch(store: ObjectStore, target: Path, *, say: Say) -> None:
         hidden.rename(target)
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
+
+
+class RecordSender:
+    """Sends the records of a run to the store of its checkpoints, while a `with` block lasts.
+
+    What has changed is sent twice a minute and at the end.  Nothing waits for a store that does not
+    answer, and none of it ends a run.
+    """
+
+    def __init__(self, output: Path, spool: Path | None, *, goes_on: bool) -> None:
+        """A run that `goes_on` has the records of the nodes where it began, if it has none."""
+        self._output, self._goes_on = output, goes_on
+        self._store = None if spool is None else store_of(spool)
+        self._sent: dict[str, tuple[int, int]] = {}
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._send_often, name="records", daemon=True)
+
+    def __enter__(self) -> RecordSender:
+        if self._store is not None:
+            if self._goes_on:
+                self._fetch(self._store)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._store is not None:
+            self._ended.set()
+            self._thread.join(2 * ANSWER_S)
+            self._send(self._store)
+
+    def _send_often(self) -> None:
+        assert self._store is not None
+        while not self._ended.wait(RECORDS_S):
+            self._send(self._store)
+
+    def _send(self, store: ObjectStore) -> None:
+        """Store records that have changed since they were sent."""
+        with contextlib.suppress(OSError, MeshwrightError):
+            for pattern in RECORDS:
+                for file in sorted(self._output.glob(pattern)):
+                    status = file.stat()
+                    state = status.st_mtime_ns, status.st_size
+                    name = str(file.relative_to(self._output))
+                    if self._sent.get(name) != state and stat.S_ISREG(file.lstat().st_mode):
+                        store.put(file, f"run/{name}", patience_s=ANSWER_S)
+                        self._sent[name] = state
+
+    def _fetch(self, store: ObjectStore) -> None:
+        """Have the records of a run that began on another node; what is here is the newer."""
+        if any((self._output / name).exists() for name in ("events.jsonl", "records")):
+            return
+        with contextlib.suppress(OSError, MeshwrightError):
+            for name in store.sizes("run", patience_s=ANSWER_S):
+                if re.fullmatch(r"([A-Za-z0-9_-][A-Za-z0-9_.-]*/?)+", name):
+                    file = self._output / name
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    store.get(f"run/{name}", file)
 
 
 def send_book(spool: Path) -> None:

@@ -8,6 +8,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from meshwright.planner.documents.units import bytes_text
+
+PYTHON_BYTES = 5 * 10**8
+"""Host memory of a rank that has imported torch: 0.25 GB on CPUs alone, and 0.5 GB beside CUDA."""
 OWN_GROUPS = Path("/proc/self/cgroup")
 GROUPS = Path("/sys/fs/cgroup")
 MEMORY = Path("/proc/meminfo")
@@ -71,6 +75,29 @@ def available_bytes(
                 if most.strip().isdecimal() and used.strip().isdecimal():
                     left = min(left, max(0, int(most) - int(used)))
     return left
+
+
+def memory_problem(
+    *, ranks: int, process_bytes: float, copies_bytes: float, available: float
+) -> str | None:
+    """Return what ranks and launcher of a node should take of its memory, if it has not so much.
+
+    A process takes `process_bytes` beside PYTHON_BYTES of Python and torch; copies of all ranks,
+    and of a ward's, lie in the launcher's memory.
+
+    >>> memory_problem(ranks=8, process_bytes=2e9, copies_bytes=70e9, available=200e9)
+    >>> memory_problem(ranks=8, process_bytes=2e9, copies_bytes=70e9, available=80e9)
+    'ranks should take 18.6 GiB of host memory and copies of their state 65.2 GiB, and 74.5 GiB \
+are free on this node'
+    """
+    each = ranks * (PYTHON_BYTES + process_bytes)
+    if each + copies_bytes <= available:
+        return None
+    copies = f" and copies of their state {bytes_text(copies_bytes)}" if copies_bytes else ""
+    return (
+        f"ranks should take {bytes_text(each)} of host memory{copies}, and "
+        f"{bytes_text(available)} are free on this node"
+    )
 
 
 def _text(file: Path) -> str:

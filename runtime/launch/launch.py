@@ -116,6 +116,8 @@ def launch(asked: Launch) -> RunReport | None:
         shown = ProgressLine(steps=ready.run.steps, say=say)
         # From here on: what comes while data are prepared is a notice too.
         shared = held.enter_context(_noticing(ready, shown))
+        spool = ready.run.checkpoint if ready.ranks.leads else None
+        held.enter_context(object_store.RecordSender(ready.output, spool, goes_on=ready.run.resume))
         try:
             orders = _begin_attempt(ready, rendezvous, asked, say, started_unix_s=started_unix_s)
             if orders is None:

@@ -531,3 +531,16 @@ def test_a_stdout_without_room_ends_a_command_quietly(words: list[str]) -> None:
         )
 
     assert (done.returncode, done.stderr) == (1, "")
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-1"])
+def test_a_number_that_no_record_takes_is_refused_in_our_words(
+    capsys: pytest.CaptureFixture[str], value: str
+) -> None:
+    plan = str(Path(__file__).parents[2] / "plans/demo-4m-on-local/plan.yaml")
+
+    assert cli.main(["launch", plan, "--dry-run", "--scale-up-after", value]) == 1
+
+    said = capsys.readouterr().err
+    assert said.startswith("meshwright: scale-up-after: is ")
+    assert "Traceback" not in said

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from meshwright.planner.errors import DocumentError, LaunchError
 from meshwright.runtime.checkpoint import checkpoint
+from meshwright.runtime.checkpoint.checkpoint import TrainingIdentity
+from meshwright.runtime.data.corpus import files, prepare
+from meshwright.runtime.launch import rank_config
 from meshwright.runtime.run.recovery_policy import ATTEMPTS
 from tests.limits import PATIENCE_S
 from tests.meshwright.launch.test_multi_node import (
@@ -34,8 +41,36 @@ def options(room: ForkingRoom) -> str:
     return f"--elastic --steps {STEPS} -o {folder}/out {every}"
 
 
+@pytest.mark.parametrize("text", ["the quick brown fox\n", "pack my box\n"])
+def test_other_data_are_refused_by_the_orders_before_and_by_the_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    """As the test below, without its processes."""
+    is_same = text.startswith("the")
+    file, cache = tmp_path / "text.txt", tmp_path / "cache"
+    file.write_text("the quick brown fox\n")
+    before = prepare(files(file), cache=cache)
+    file.write_text(text)
+    now = prepare(files(file), cache=cache)
+    (tmp_path / "orders.yaml").touch()
+    orders: Any = SimpleNamespace(corpus=before.folder)
+    monkeypatch.setattr(rank_config, "read", lambda *_: orders)
+    ready: Any = SimpleNamespace(output=tmp_path)
+    same: dict[str, Any] = {"model": "m", "model_digest": "d", "seq_len": 8, "seed": 0}
+    copied, wanted = (
+        TrainingIdentity(**same, corpus=corpus.source, corpus_digest=corpus.digest)
+        for corpus in (before, now)
+    )
+
+    with contextlib.nullcontext() if is_same else pytest.raises(LaunchError, match="changed"):
+        rank_config._refuse_other_data(ready, now)
+    with contextlib.nullcontext() if is_same else pytest.raises(DocumentError, match="corpus"):
+        copied.check(wanted, source="the copy in memory of step 7")
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize("what", ["replaced", pytest.param("touched", marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("what", ["replaced", "touched"])
 def test_data_that_change_under_a_run_are_refused_at_the_restart(
     room: ForkingRoom, what: str
 ) -> None:

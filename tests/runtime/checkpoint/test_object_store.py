@@ -70,6 +70,32 @@ def test_the_newest_checkpoint_comes_back_to_a_node_that_has_nothing(
     assert value(spool, 6) == 6.0
 
 
+def test_records_of_a_run_go_to_the_store_and_to_the_node_that_goes_on(
+    stored: tuple[ObjectStore, Path], tmp_path: Path
+) -> None:
+    store, spool = stored
+    first, other, new = (tmp_path / name for name in ("first", "other", "new"))
+    (first / "records").mkdir(parents=True)
+    (first / "records" / "events-000001.jsonl.gz").write_bytes(b"old")
+    (first / "secret").symlink_to(tmp_path)
+    (first / "report.json").symlink_to("/etc/hostname")
+
+    with object_store.RecordSender(first, spool, goes_on=False) as sender:
+        (first / "events.jsonl").write_text("one\n")
+        sender._send(store)
+        (first / "events.jsonl").write_text("one\ntwo\n")
+    with object_store.RecordSender(other, spool, goes_on=True):
+        (other / "metrics.jsonl").write_text("here\n")
+    with object_store.RecordSender(new, spool, goes_on=False):
+        pass
+
+    assert (other / "events.jsonl").read_text() == "one\ntwo\n"
+    assert (other / "records" / "events-000001.jsonl.gz").read_bytes() == b"old"
+    names = ["events.jsonl", "metrics.jsonl", "records/events-000001.jsonl.gz"]
+    assert sorted(store.sizes("run")) == names
+    assert not new.exists()
+
+
 def test_a_save_that_ends_in_the_middle_does_not_count(
     stored: tuple[ObjectStore, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
