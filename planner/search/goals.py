@@ -135,6 +135,11 @@ class ClosedFormGoal(SearchGoal):
         """Return the space that a layout was found in."""
         return next(space for space, split in self.found if split is solution)
 
+    def best_of_meshes(self) -> list[tuple[SearchSpace, SplitSolution[Any]]]:
+        """Return the best of each kind with its space, fastest first."""
+        order = sorted(self._best.values(), key=lambda found: found.rank)
+        return [(self.home(solution), solution) for solution in order]
+
     def ranking(self) -> list[SplitSolution[Any]]:
         """Return the best of each kind, fastest first; of equally fast ones the simplest leads."""
         order = sorted(self._best.values(), key=lambda found: found.rank)

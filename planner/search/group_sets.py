@@ -93,19 +93,19 @@ def least_together_s(
     each_s, layers = np.array([bounds.device_s for bounds in least]), least[0].layers
     batch, common = request.job.global_batch, math.gcd(*devices)
     stages_s = (
-        batch / width * _whole_layers_s(each_s, layers, np.array(devices) // width)
+        batch / width * whole_layers_s(each_s, layers, np.array(devices) // width)
         for width in replicas_of(request)
         if common % width == 0
     )
     replicas_s = (
-        _whole_samples_s(batch, each_s @ layers, np.array(devices) // width) / width
+        whole_samples_s(batch, each_s @ layers, np.array(devices) // width) / width
         for width in divisors(common)
     )
     whole_s = min(itertools.chain(stages_s, replicas_s)) * (1 - SLACK)
     return max(even_s, whole_s) * _quicker(least, sum(devices))
 
 
-def _whole_layers_s(each_s: Seconds, layers: Counts, ranks: Counts) -> float:
+def whole_layers_s(each_s: Seconds, layers: Counts, ranks: Counts) -> float:
     """Least seconds of a sample on the slowest of some `ranks` [group] with whole layers each.
 
     `each_s` [group, kind] are those of a layer, of which there are `layers` [kind].
@@ -126,7 +126,7 @@ def _whole_layers_s(each_s: Seconds, layers: Counts, ranks: Counts) -> float:
     return float(ceilings_s[int(np.argmax(enough)), 0])
 
 
-def _whole_samples_s(batch: int, model_s: Seconds, replicas: Counts) -> float:
+def whole_samples_s(batch: int, model_s: Seconds, replicas: Counts) -> float:
     """Least seconds of the slowest of some `replicas` [group], each of which has whole samples.
 
     `model_s` [group] are those of a sample.

@@ -277,7 +277,8 @@ def _prove(
 def _plans_near_optimum(queue: Queue, closed_form: ClosedFormGoal, best: Ranked) -> list[Ranked]:
     """Return the optimum of the closed form with the plans near it.
 
-    Where that one simulates slower, whatever the closed form has faster than that is near.
+    Where that one simulates slower, whatever the closed form has faster than that is near, and so
+    is the best plan of each mesh: which one is the fastest the closed form only suggests.
     """
     [winner, *_] = closed_form.ranking()
     limit_s = max(winner.objective_s * (1 + MARGIN), best.prediction.step_time_s)
@@ -290,7 +291,9 @@ def _plans_near_optimum(queue: Queue, closed_form: ClosedFormGoal, best: Ranked)
         if split.layout != winner.layout or space is not home
     ]
     others.sort(key=lambda one: one[1].rank)
-    return [best, *(space.candidate_of(split) for space, split in others[:MOST_LISTED])]
+    near = others[:MOST_LISTED]
+    near += [split for split in closed_form.best_of_meshes()[1:MOST_LISTED] if split not in near]
+    return [best, *(space.candidate_of(split) for space, split in near)]
 
 
 def _fastest(plans: Iterable[Ranked]) -> Ranked:

@@ -10,6 +10,7 @@ from meshwright.planner.costs.memory.host_memory import host_room_bytes
 from meshwright.planner.documents.plan import Layout, PlannedGroup
 from meshwright.planner.search.partition.layout_partition import instance_of
 from meshwright.planner.search.queue import SearchSpace
+from meshwright.planner.search.space import losses
 from meshwright.planner.solver.side_constraints import HostMemory
 
 if TYPE_CHECKING:
@@ -51,14 +52,18 @@ class GroupSpace(SearchSpace):
             PlannedGroup(name=group.name, devices=group.devices) for group in self.whole.groups
         )
 
-    def chains(self, layout: Layout) -> dict[str, Instance]:
-        """Return each group's partition problem of a layout, as if it ran all stages."""
+    def chains(self, layout: Layout, *, any_loss: bool = False) -> dict[str, Instance]:
+        """Return each group's partition problem of a layout, as if it ran all stages.
+
+        With `any_loss` it is one of all layouts that differ in how they compute the loss alone.
+        """
+        ways = losses(self.candidates.request, layout.schedule) if any_loss else (layout.loss,)
         instances = {
             group.name: instance_of(
                 self.ordered,
                 self.cluster.part((group,)),
                 layout,
-                self.costs.tables[group.name].costs_of(layout),
+                self.costs.tables[group.name].of_any_loss(layout, ways),
                 self.candidates.recompute,
                 self.pins.require,
                 self.model,

@@ -90,6 +90,9 @@ class SimulatedMixed(BySimulation, MixedSpace):
         """`space` has the same layouts by the closed form, where none takes `closed_form_s`."""
         super().__init__(_with_simulated_bounds(space.candidates), effort=space.effort)
         self._bounded = Covering()
+        self._any_loss_s: dict[Layout, float] = {}
+        """By a layout of those that differ in how they compute the loss alone, which have the same
+        bounds within memory."""
         self.closed_form, self.tried, self._unpiped_s = space, tried, closed_form_s * (1 - ROUNDING)
 
     @property
@@ -116,16 +119,18 @@ class SimulatedMixed(BySimulation, MixedSpace):
         What another layout can do as well need not be known.
         """
         ordered_s = self._ordered_s(layout)
-        if self.tried.goal.exceeds(ordered_s) or not self.tried.has_left(
-            BOUNDED, self.tried.effort.layouts
-        ):
+        if self.tried.goal.exceeds(ordered_s):
             return ordered_s
-        if self._bounded.cover(layout, self.costs_of):
-            return Pruned(DOMINATED)
-        self._bounded.add(layout, self.costs_of(layout))
-        self.tried.looked_at[BOUNDED] += 1
-        least_s = max(map(self.split_bound_s, self.problems(layout))) + self.step_s(layout)
-        return max(ordered_s, least_s)
+        alike = replace(layout, loss=None)
+        if alike not in self._any_loss_s:
+            if self._bounded.cover(layout, self.costs_of):
+                return Pruned(DOMINATED)
+            if not self.tried.try_one(BOUNDED, self.tried.effort.layouts):
+                return ordered_s
+            self._bounded.add(layout, self.costs_of(layout))
+            least_s = max(map(self.split_bound_s, self._problems(layout, any_loss=True)))
+            self._any_loss_s[alike] = least_s + self.step_s(layout)
+        return max(ordered_s, self._any_loss_s[alike])
 
     def _ordered_s(self, layout: Layout) -> float:
         """Least seconds of a step with whole layers in the best order of groups that differ."""
@@ -140,8 +145,8 @@ class SimulatedMixed(BySimulation, MixedSpace):
         instances: tuple[GraphInstance, ...] = self._known_instances[layout]
         return instances
 
-    def _problems(self, layout: Layout) -> Iterator[GraphInstance]:
-        m, chains = layout.micro_batches, self._bare_chains(layout)
+    def _problems(self, layout: Layout, *, any_loss: bool = False) -> Iterator[GraphInstance]:
+        m, chains = layout.micro_batches, self._bare_chains(layout, any_loss=any_loss)
         whole_s = np.array(
             [
                 sum(min(o.time_s for o in chain.kinds[kind]) for kind in chain.layers)
@@ -187,10 +192,10 @@ class SimulatedMixed(BySimulation, MixedSpace):
         """
         return computing_problem(self.costs, layout, chains)
 
-    def _bare_chains(self, layout: Layout) -> dict[str, Instance]:
+    def _bare_chains(self, layout: Layout, *, any_loss: bool = False) -> dict[str, Instance]:
         return {
             name: replace(chain, credits_s=(), forward_apart=False)
-            for name, chain in self.chains(layout).items()
+            for name, chain in self.chains(layout, any_loss=any_loss).items()
         }
 
     # Splits.

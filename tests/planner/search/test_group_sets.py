@@ -8,6 +8,7 @@ from functools import cache
 from itertools import chain, combinations, product
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import meshwright
@@ -23,7 +24,12 @@ from meshwright.planner.search.cluster_parts import (
     search_parts,
     used_text,
 )
-from meshwright.planner.search.group_sets import least_together_s, on_group_set
+from meshwright.planner.search.group_sets import (
+    least_together_s,
+    on_group_set,
+    whole_layers_s,
+    whole_samples_s,
+)
 from meshwright.planner.search.plan_preference import with_preference
 from meshwright.planner.search.proof_budget import BRIEF, USUAL, Effort
 from meshwright.planner.search.search import search
@@ -187,3 +193,31 @@ def test_no_set_takes_less_than_what_its_devices_need() -> None:
     bound_s = least_together_s(request, [1, 1], least)
     answer = search(request, below_s=1e9, effort=BRIEF)
     assert 0.1 * answer.prediction.step_time_s < bound_s <= answer.prediction.step_time_s
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_ranks_with_whole_layers_take_what_the_best_of_all_assignments_takes(seed: int) -> None:
+    """Up to five like layers and another one, and as many whole samples, on up to four ranks."""
+    draw = random.Random(seed)
+    like, ranks = draw.randint(2, 5), [draw.randint(1, 2) for _ in range(2)]
+    each_s = np.array([[draw.uniform(1, 3), draw.uniform(0.5, 6)] for _ in ranks])
+    group_of = [group for group, number in enumerate(ranks) for _ in range(number)]
+    places = range(len(group_of))
+
+    layers_s = min(
+        max(
+            each_s[group_of[rank]] @ [held.count(rank), rank == other]  # seconds of the rank
+            for rank in places
+        )
+        for held in product(places, repeat=like)
+        for other in places
+    )
+    samples_s = min(
+        max(each_s[group_of[rank], 0] * held.count(rank) for rank in places)
+        for held in product(places, repeat=like + 2)
+        if set(held) == set(places)
+    )
+
+    counts = np.array(ranks)
+    assert whole_layers_s(each_s, np.array([like, 1]), counts) == pytest.approx(layers_s)
+    assert whole_samples_s(like + 2, each_s[:, 0], counts) == pytest.approx(samples_s)

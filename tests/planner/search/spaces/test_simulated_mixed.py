@@ -5,20 +5,24 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from meshwright.planner.catalog.expressions import resolve_cluster
 from meshwright.planner.documents.plan import Job, Layout
+from meshwright.planner.documents.prediction import Prediction
+from meshwright.planner.documents.profile import ChunkedLoss
 from meshwright.planner.requests.pins import Pins
 from meshwright.planner.requests.request import Request
 from meshwright.planner.search.bounds.mixed_device_bounds import GroupCandidates
 from meshwright.planner.search.bounds.simulated_mixed_devices import SimulatedGroupCandidates
 from meshwright.planner.search.goals import SimulatedStepGoal, SplitSolution
 from meshwright.planner.search.plan_candidate import Ranked
-from meshwright.planner.search.proof_account import PROVEN
+from meshwright.planner.search.proof_account import BOUNDS, MEMORY, PROVEN
 from meshwright.planner.search.proof_budget import FULL, USUAL
 from meshwright.planner.search.search import search
+from meshwright.planner.search.space import losses
 from meshwright.planner.search.spaces.mixed import MixedSpace
 from meshwright.planner.search.spaces.simulated import Tried
 from meshwright.planner.search.spaces.simulated_mixed import SimulatedMixed, closed_form_solution
@@ -105,6 +109,32 @@ def test_no_split_of_a_layout_simulates_faster(cluster: str, layers: int, layout
     unbeaten = simulated(own, plans[0])
     assert unbeaten.solved_s(layout) >= least_s * (1 - PROVEN)
     assert unbeaten.tried.goal.best is plans[0]
+
+
+@pytest.mark.parametrize("first", [None, ChunkedLoss(rows=1024, gradients="precomputed")])
+def test_a_bound_of_layouts_of_any_loss_is_none_above_that_of_each(
+    first: ChunkedLoss | None,
+) -> None:
+    """Whichever loss is bounded first, and where memory is short of all logits."""
+    request = Request(llama(4), resolve_cluster(TWO), JOB, Pins())
+    own = MixedSpace(GroupCandidates(request))
+    layout = Layout(pipeline=2, data_shard=2, zero=1, micro_batch=3, micro_batches=2, loss=first)
+    plan = own.candidate_of(SplitSolution(1.0, 1.0, layout, next(every_split(own, layout))))
+    space = simulated(own, replace(plan, prediction=slower(plan.prediction)))
+    (memory_s,) = (bound for name, bound in space.bounds if name == BOUNDS[MEMORY])
+
+    together_s = memory_s(layout)
+    assert isinstance(together_s, float)
+
+    for loss in losses(request, layout.schedule):
+        one = replace(layout, loss=loss)
+        alone_s = max(map(space.split_bound_s, space.problems(one))) + space.step_s(one)
+        assert memory_s(one) == together_s <= alone_s * (1 + 1e-9)
+    assert space.tried.looked_at["layouts within memory"] == 1
+
+
+def slower(prediction: Prediction) -> Prediction:
+    return prediction.model_copy(update={"step_time_s": 100 * prediction.step_time_s})
 
 
 @pytest.mark.matrix
