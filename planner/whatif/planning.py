@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, assert_never
 from meshwright.planner.catalog import frameworks
 from meshwright.planner.catalog.expressions import resolve_model
 from meshwright.planner.costs.cost_cache import FigureStore
+from meshwright.planner.costs.uncertainty import link_seconds
 from meshwright.planner.documents.training import Lora
 from meshwright.planner.errors import DocumentError, NoPlanFits
 from meshwright.planner.requests.pins import read_pins
@@ -86,6 +87,8 @@ EIGHT_BITS: tuple[Precision, ...] = ("fp8", "mxfp8", "nvfp4")
 """Precisions that are tried where the precision is left to the search."""
 EXPERTS = "megatron+deepep+expert-overlap+cheap-recompute"
 """Megatron Core's recipes for mixtures of experts."""
+FELT = 0.1
+"""Share of a step that waits for links from which on fewer devices may be faster."""
 ANY_S = 1e30
 """Slower than any plan.  A search below it ends without the diagnosis of why nothing fits."""
 
@@ -231,7 +234,9 @@ class _Among:
             below_s = below_s if best is None else best.step_s
             try:
                 request = request_of(self.study, self.model, candidate, framework, precision)
-                answer = self._best(request, candidate, below_s)
+                known = None if best is None else best.prediction
+                waits = known is not None and _link_share(known) >= FELT
+                answer = self._best(request, candidate, below_s, waits_for_links=waits)
             except (NoPlanFits, DocumentError):
                 continue
             if answer.prediction.step_time_s < below_s:
@@ -261,11 +266,22 @@ class _Among:
                 refused = str(error)
         return refused or "nothing trains it there"
 
-    def _best(self, request: Request, candidate: Candidate, below_s: float) -> Answer:
+    def _best(
+        self, request: Request, candidate: Candidate, below_s: float, *, waits_for_links: bool
+    ) -> Answer:
+        """Return the fastest plan of one framework; with idle devices where those may be faster.
+
+        They may where the batch does not divide by all devices, or a step waits for links.
+        """
         if candidate.tuning in ("lora", "qlora"):
             return self._fastest_tuner(request, candidate, below_s)
-        if len(request.cluster.groups) > 1:
+        groups, batch = request.cluster.groups, request.job.global_batch
+        if len(groups) > 1:
             return search(request, below_s=below_s, effort=BRIEF, store=self.store)
+        if not waits_for_links and batch % request.cluster.devices == 0:
+            answer = search(request, below_s=below_s, effort=BRIEF, store=self.store)
+            if _link_share(answer.prediction) < FELT:
+                return answer
         answer = search_parts(request, None, effort=BRIEF, below_s=below_s, store=self.store).answer
         # Idle devices are paid for: the plan is one on all that there are.
         plan = answer.plan.model_copy(update={"cluster": request.cluster_name})
@@ -282,6 +298,11 @@ class _Among:
             below_s=below_s,
             tuners=TUNERS if asked == PUBLIC else (asked,),
         )
+
+
+def _link_share(prediction: Prediction) -> float:
+    """Return the share of a step that waits for links between devices."""
+    return link_seconds(prediction.step_parts) / prediction.step_time_s
 
 
 def same_plan(study: Study, model_name: str, candidate: Candidate) -> tuple[str, ...]:

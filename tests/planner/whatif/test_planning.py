@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.planner.whatif import planning
+from meshwright.planner.whatif import planning, run_study
 from meshwright.planner.whatif.candidates import candidates_of
 from meshwright.planner.whatif.planning import plan_candidate, public_frameworks
 from meshwright.planner.whatif.run_study import run
@@ -32,6 +32,25 @@ def test_the_default_is_the_fastest_of_the_public_frameworks() -> None:
 
     assert found.step_s == pytest.approx(min(steps.values()), rel=1e-3)
     assert found.framework == min(steps, key=steps.__getitem__).partition("+")[0]
+
+
+def test_our_own_runtime_beside_a_public_one_keeps_all_on_the_devices() -> None:
+    asked = study(offers=[{"cluster": "8xa10g", "allow": ["offload,compress"]}])
+    [candidate] = candidates_of(asked)
+
+    beside = run_study._native(run_study._Task(asked, "gpt2", candidate)).candidate
+
+    assert beside.allow == ("compress",)
+    assert candidate.allow == ("offload,compress",)
+
+
+@pytest.mark.parametrize("network", [1.0, 1e-3])
+def test_links_that_are_waited_for_leave_nodes_idle(network: float) -> None:
+    """A batch that divides by all devices hides no part that is faster than they are together."""
+    alone = fastest("1x8xh100-sxm-80gb")
+    both = fastest("2x8xh100-sxm-80gb", change={"network": network})
+
+    assert both.step_s <= alone.step_s * (1 + 1e-9)
 
 
 @pytest.mark.matrix

