@@ -209,6 +209,7 @@ class _TrialRun:
     outputs: list[Tensor]
     grads: dict[str, WeightGradient | None]
     inputs: list[Tensor | None]
+    """Gradients of what it is given, and what modules with stacks are given, both ways."""
     across: Any
 
 
@@ -608,7 +609,50 @@ def _with_random_numbers(unit: nn.Module, *, dense: bool = False) -> nn.Module:
         memo[id(parameter)] = nn.Parameter(random_weight(parameter.shape, dense=dense))
     for buffer in unit.buffers():
         memo[id(buffer)] = with_data(buffer).clone()
-    return deepcopy_module(unit, memo)
+    made = deepcopy_module(unit, memo)
+    for _, part in _stacks(made):
+        for parameter in part._parameters.values():
+            if parameter is not None and is_overlapping(parameter):
+                parameter.requires_grad_(False)
+    return made
+
+
+def _stacks(unit: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the modules with large stacks of matrices, one for each expert, by path.
+
+    A gradient of one would be as large as all experts, once for each that is read.  It follows from
+    what the module is given, forward and backward, which is compared in its place.
+    """
+    return [
+        (path, part)
+        for path, part in unit.named_modules()
+        if not isinstance(part, (*PRODUCTS, nn.Embedding))
+        and any(
+            p is not None and p.ndim > 2 and is_overlapping(p) for p in part._parameters.values()
+        )
+    ]
+
+
+def _note_stacks(unit: nn.Module) -> tuple[set[str], list[Tensor], list[Tensor]]:
+    """Let modules with stacks note their calls: paths, arguments, and gradients of outputs."""
+    called: set[str] = set()
+    given: list[Tensor] = []
+    gradients: list[Tensor] = []
+
+    def note(path: str, args: Any, kwargs: Any, made: Any) -> None:
+        called.add(path)
+        taken = tree_leaves((args, kwargs))
+        given.extend(leaf.detach().clone() for leaf in taken if isinstance(leaf, Tensor))
+        for leaf in tree_leaves(made):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(gradients.append)
+
+    for path, part in _stacks(unit):
+        part.register_forward_hook(
+            lambda _, args, kwargs, made, path=path: note(path, args, kwargs, made),
+            with_kwargs=True,
+        )
+    return called, given, gradients
 
 
 @contextlib.contextmanager
@@ -640,15 +684,19 @@ def _run(
     unit = unit.train(training) if across is not None else deepcopy_unit(unit).train(training)
     args, kwargs = tree_map(own_leaf, given)
     torch.manual_seed(0)
+    called, of_stacks, their_gradients = _note_stacks(unit)
     with _errors_as_reasons(), noted_gradients(unit, summed) as gradients:
         made = tree_leaves(unit(*args, **kwargs))
         outputs = [leaf for leaf in made if isinstance(leaf, Tensor)]
         _backward(outputs)
+    for path, _ in _stacks(unit):
+        if path not in called:
+            raise Indivisible(f"the weights of {path or 'the module'} are read outside of it")
     taken = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     return _TrialRun(
         outputs=[output.detach() for output in outputs],
         grads=gradients,
-        inputs=[x.grad for x in taken],
+        inputs=[*(x.grad for x in taken), *of_stacks, *their_gradients],
         across=across,
     )
 
