@@ -120,7 +120,7 @@ def _started_by_accelerate(
     if "launch" not in words or not any(_program(word) == "accelerate" for word in words):
         return words, None
     begin = words.index("launch") + 1
-    ends = (at for at in range(begin, len(words)) if _is_started(words[at - 1], words[at]))
+    ends = (at for at in range(begin, len(words)) if _is_started(words[at]))
     end = next(ends, len(words))
     flags = shell.flags(words[begin:end])
     file = flags.pop("config-file", None)
@@ -134,9 +134,9 @@ def _started_by_accelerate(
     return [*words[:begin], *words[end:]], started
 
 
-def _is_started(before: str, word: str) -> bool:
-    """Tell whether a word of accelerate's command names the script or the module that it starts."""
-    return word.endswith(".py") or before in ("-m", "--module") or _program(word) in _TUNERS
+def _is_started(word: str) -> bool:
+    """Tell whether what accelerate starts begins here: a script, a program, or `-m MODULE`."""
+    return word.endswith(".py") or word in ("-m", "--module") or _program(word) in _TUNERS
 
 
 def _program(word: str) -> str:

@@ -313,17 +313,27 @@ class DivisionTrial:
     def _regions_of_overlapping(self, unit: nn.Module, given: Any) -> list[Region] | None:
         """Return the regions of a unit, None where its code wants large weights of their own.
 
-        It changes them, or views them in another shape.
+        It changes them, views them in another shape, or reads those of a stack elsewhere.
         """
         numbers = shared_numbers(unit)
         before = [values.clone() for values in numbers]
+        called: set[str] = set()
+        stacks = _stacks(unit)
+        hooks = [
+            part.register_forward_hook(lambda *_, path=path: called.add(path))
+            for path, part in stacks
+        ]
         try:
             regions = self._find_regions(unit, given)
         except Indivisible:
             if not numbers:
                 raise
             return None
-        return regions if all(map(torch.equal, before, numbers)) else None
+        finally:
+            for hook in hooks:
+                hook.remove()
+        alike = all(map(torch.equal, before, numbers))
+        return regions if alike and called == {path for path, _ in stacks} else None
 
     @staticmethod
     def _refuse_large(unit: nn.Module, given: Any) -> None:
@@ -633,26 +643,21 @@ def _stacks(unit: nn.Module) -> list[tuple[str, nn.Module]]:
     ]
 
 
-def _note_stacks(unit: nn.Module) -> tuple[set[str], list[Tensor], list[Tensor]]:
-    """Let modules with stacks note their calls: paths, arguments, and gradients of outputs."""
-    called: set[str] = set()
+def _note_stacks(unit: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    """Let modules with stacks note what they are given, and the gradients of their outputs."""
     given: list[Tensor] = []
     gradients: list[Tensor] = []
 
-    def note(path: str, args: Any, kwargs: Any, made: Any) -> None:
-        called.add(path)
+    def note(_: nn.Module, args: Any, kwargs: Any, made: Any) -> None:
         taken = tree_leaves((args, kwargs))
         given.extend(leaf.detach().clone() for leaf in taken if isinstance(leaf, Tensor))
         for leaf in tree_leaves(made):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(gradients.append)
 
-    for path, part in _stacks(unit):
-        part.register_forward_hook(
-            lambda _, args, kwargs, made, path=path: note(path, args, kwargs, made),
-            with_kwargs=True,
-        )
-    return called, given, gradients
+    for _, part in _stacks(unit):
+        part.register_forward_hook(note, with_kwargs=True)
+    return given, gradients
 
 
 @contextlib.contextmanager
@@ -684,14 +689,11 @@ def _run(
     unit = unit.train(training) if across is not None else deepcopy_unit(unit).train(training)
     args, kwargs = tree_map(own_leaf, given)
     torch.manual_seed(0)
-    called, of_stacks, their_gradients = _note_stacks(unit)
+    of_stacks, their_gradients = _note_stacks(unit)
     with _errors_as_reasons(), noted_gradients(unit, summed) as gradients:
         made = tree_leaves(unit(*args, **kwargs))
         outputs = [leaf for leaf in made if isinstance(leaf, Tensor)]
         _backward(outputs)
-    for path, _ in _stacks(unit):
-        if path not in called:
-            raise Indivisible(f"the weights of {path or 'the module'} are read outside of it")
     taken = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     return _TrialRun(
         outputs=[output.detach() for output in outputs],
