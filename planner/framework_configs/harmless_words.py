@@ -79,7 +79,7 @@ _DEEPSPEED = """
 _ACCELERATE = """
     debug downcast_bf16 enable_cpu_affinity gpu_ids use_cpu fsdp_config\\.fsdp_activation_cpu_.*
     compute_environment num_machines machine_rank main_training_function main_process_.*
-    rdzv_backend
+    rdzv_backend rdzv_conf num_cpu_threads_per_process max_restarts monitor_interval
     same_network tpu_.*
     deepspeed_config\\.deepspeed_(hostfile|exclusion_filter|inclusion_filter) .*_logging.*
     deepspeed_config\\.(zero3_save_16bit_model|zero3_init_flag|deepspeed_multinode_launcher)

@@ -74,6 +74,8 @@ def _of_words(words: list[str], text: str, surroundings: ScriptEnvironment | Non
     each, nodes = _plain_count(flags, "nproc-per-node", "num-gpus", "gpus-per-node"), None
     nodes = _plain_count(flags, "nnodes", "num-machines", "num-nodes", "nodes")
     processes = _plain_count(flags, "num-processes")
+    words, started = _started_by_accelerate(words, surroundings)
+    flags = shell.flags(words)
     launch = [name for name in flags if name in _OF_LAUNCH]
     arguments = {name: value for name, value in flags.items() if name not in launch}
     tuner = next((word for word in map(_program, words) if word in _TUNERS), None)
@@ -98,11 +100,7 @@ def _of_words(words: list[str], text: str, surroundings: ScriptEnvironment | Non
             "LLaMA-Factory, axolotl, ms-swift, TRL, verl; "
             "give the command's own file, or its configuration",
         )
-    if "config-file" in flags and "launch" in words:  # of accelerate, which starts the trainer
-        named = flags["config-file"]
-        file = named[0] if isinstance(named, list) else named  # and then the trainer's script
-        name, inside = named_file("--config_file", file, surroundings)
-        started = accelerate.of_settings(limits.settings(inside, name), surroundings)
+    if started is not None:
         config = _started_by(config, started, says_type=bool({"bf16", "fp16"} & set(flags)))
     for stage in _other_stages(words):
         objective = OBJECTIVES.get(_program(stage))
@@ -113,6 +111,32 @@ def _of_words(words: list[str], text: str, surroundings: ScriptEnvironment | Non
     config.devices = processes or megatron.ranks_of(asked, nodes, each) or config.devices
     config.unknown = [key for key in config.unknown if key.removeprefix("--") not in _OF_LAUNCH]
     return config
+
+
+def _started_by_accelerate(
+    words: list[str], surroundings: ScriptEnvironment | None
+) -> tuple[list[str], ParsedConfig | None]:
+    """Return the words of what accelerate starts, and the settings that it is given itself."""
+    if "launch" not in words or not any(_program(word) == "accelerate" for word in words):
+        return words, None
+    begin = words.index("launch") + 1
+    ends = (at for at in range(begin, len(words)) if _is_started(words[at]))
+    end = next(ends, len(words))
+    flags = shell.flags(words[begin:end])
+    file = flags.pop("config-file", None)
+    data: dict[str, Any] = {}
+    if file is not None:
+        named = file[0] if isinstance(file, list) else file
+        name, inside = named_file("--config_file", named, surroundings)
+        data = limits.settings(inside, name)
+    data = accelerate.with_flags(data, flags)
+    started = accelerate.of_settings(data, surroundings) if data else None
+    return [*words[:begin], *words[end:]], started
+
+
+def _is_started(word: str) -> bool:
+    """Tell whether what accelerate starts begins here: a script, a program, or `-m MODULE`."""
+    return word.endswith(".py") or word in ("-m", "--module") or _program(word) in _TUNERS
 
 
 def _program(word: str) -> str:
@@ -205,7 +229,8 @@ def _of_swift(
     data = {key.replace("-", "_"): value for key, value in arguments.items()}
     if "megatron" in map(_program, words):
         lengths = {"max-length": "seq-length"}
-        return megatron.of_flags({lengths.get(k, k): v for k, v in arguments.items()}, text)
+        given = {lengths.get(key, key): value for key, value in arguments.items()}
+        return megatron.of_flags({"expert-tensor-parallel-size": "1"} | given, text)
     if not data:
         return _of_file(finetuning.of_ms_swift, "swift")(words, arguments, text, surroundings)
     return finetuning.of_ms_swift(data, surroundings)

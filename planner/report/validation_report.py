@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 
@@ -10,6 +11,7 @@ from rich.table import Table
 
 from meshwright.planner.calibration.fitting.fitted_calibration import Calibrated, Fitted, errors
 from meshwright.planner.calibration.scores.validate import Score, ScoredRow, Validation, macro
+from meshwright.planner.calibration.tables.cells import NOT_KNOWN
 from meshwright.planner.documents.units import seconds_text
 from meshwright.planner.report import svg
 from meshwright.planner.report.facts import Fact, Summary, plain_table
@@ -123,6 +125,26 @@ def _facts(validation: Validation) -> Iterator[Fact]:
         yield Fact(label="worst", text=", ".join(parts), detail=True)
     for reason, count in validation.skipped.items():
         yield Fact(label="left out", text=f"{count}: {reason}", detail=True)
+    words = _not_understood(validation)
+    if words:
+        named = ", ".join(f"{word} ({count})" for word, count in words.most_common(MOST_NAMED))
+        more = f" and {len(words) - MOST_NAMED} more" if len(words) > MOST_NAMED else ""
+        text = f"not understood, with their rows: {named}{more}; time and memory may differ"
+        yield Fact(label="note", text=text)
+
+
+MOST_NAMED = 3
+"""Words that were not understood which the short answer names."""
+
+
+def _not_understood(validation: Validation) -> Counter[str]:
+    """Return rows by what their table says of them that was not understood."""
+    return Counter(
+        assumed.removesuffix(NOT_KNOWN)
+        for row in validation.rows
+        for assumed in (row.setup.assumed if row.setup is not None else ())
+        if assumed.endswith(NOT_KNOWN)
+    )
 
 
 def _all_of_it(validation: Validation) -> list[RenderableType]:

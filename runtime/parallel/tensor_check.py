@@ -209,6 +209,7 @@ class _TrialRun:
     outputs: list[Tensor]
     grads: dict[str, WeightGradient | None]
     inputs: list[Tensor | None]
+    """Gradients of what it is given, and what modules with stacks are given, both ways."""
     across: Any
 
 
@@ -312,17 +313,27 @@ class DivisionTrial:
     def _regions_of_overlapping(self, unit: nn.Module, given: Any) -> list[Region] | None:
         """Return the regions of a unit, None where its code wants large weights of their own.
 
-        It changes them, or views them in another shape.
+        It changes them, views them in another shape, or reads those of a stack elsewhere.
         """
         numbers = shared_numbers(unit)
         before = [values.clone() for values in numbers]
+        called: set[str] = set()
+        stacks = _stacks(unit)
+        hooks = [
+            part.register_forward_hook(lambda *_, path=path: called.add(path))
+            for path, part in stacks
+        ]
         try:
             regions = self._find_regions(unit, given)
         except Indivisible:
             if not numbers:
                 raise
             return None
-        return regions if all(map(torch.equal, before, numbers)) else None
+        finally:
+            for hook in hooks:
+                hook.remove()
+        alike = all(map(torch.equal, before, numbers))
+        return regions if alike and called == {path for path, _ in stacks} else None
 
     @staticmethod
     def _refuse_large(unit: nn.Module, given: Any) -> None:
@@ -608,7 +619,45 @@ def _with_random_numbers(unit: nn.Module, *, dense: bool = False) -> nn.Module:
         memo[id(parameter)] = nn.Parameter(random_weight(parameter.shape, dense=dense))
     for buffer in unit.buffers():
         memo[id(buffer)] = with_data(buffer).clone()
-    return deepcopy_module(unit, memo)
+    made = deepcopy_module(unit, memo)
+    for _, part in _stacks(made):
+        for parameter in part._parameters.values():
+            if parameter is not None and is_overlapping(parameter):
+                parameter.requires_grad_(False)
+    return made
+
+
+def _stacks(unit: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the modules with large stacks of matrices, one for each expert, by path.
+
+    A gradient of one would be as large as all experts, once for each that is read.  It follows from
+    what the module is given, forward and backward, which is compared in its place.
+    """
+    return [
+        (path, part)
+        for path, part in unit.named_modules()
+        if not isinstance(part, (*PRODUCTS, nn.Embedding))
+        and any(
+            p is not None and p.ndim > 2 and is_overlapping(p) for p in part._parameters.values()
+        )
+    ]
+
+
+def _note_stacks(unit: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    """Let modules with stacks note what they are given, and the gradients of their outputs."""
+    given: list[Tensor] = []
+    gradients: list[Tensor] = []
+
+    def note(_: nn.Module, args: Any, kwargs: Any, made: Any) -> None:
+        taken = tree_leaves((args, kwargs))
+        given.extend(leaf.detach().clone() for leaf in taken if isinstance(leaf, Tensor))
+        for leaf in tree_leaves(made):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(gradients.append)
+
+    for _, part in _stacks(unit):
+        part.register_forward_hook(note, with_kwargs=True)
+    return given, gradients
 
 
 @contextlib.contextmanager
@@ -640,6 +689,7 @@ def _run(
     unit = unit.train(training) if across is not None else deepcopy_unit(unit).train(training)
     args, kwargs = tree_map(own_leaf, given)
     torch.manual_seed(0)
+    of_stacks, their_gradients = _note_stacks(unit)
     with _errors_as_reasons(), noted_gradients(unit, summed) as gradients:
         made = tree_leaves(unit(*args, **kwargs))
         outputs = [leaf for leaf in made if isinstance(leaf, Tensor)]
@@ -648,7 +698,7 @@ def _run(
     return _TrialRun(
         outputs=[output.detach() for output in outputs],
         grads=gradients,
-        inputs=[x.grad for x in taken],
+        inputs=[*(x.grad for x in taken), *of_stacks, *their_gradients],
         across=across,
     )
 

@@ -160,24 +160,21 @@ def _of_attributes(part: nn.Module, numbers: dict[Any, int]) -> Iterator[Hashabl
 
 
 def _of_value(value: Any, numbers: dict[Any, int]) -> Hashable:
+    like: Hashable = id(value)  # of other objects, the same one alone
     match value:
         case FakeTensor():
-            return _of_leaf(value, numbers)
+            like = _of_leaf(value, numbers)
         case _ if isinstance(value, PLAIN):
-            return type(value), repr(value)
+            like = repr(value)
         case list() | tuple():
-            return type(value), tuple(_of_value(each, numbers) for each in value)
-        case set() | frozenset() if not value or all(isinstance(each, str) for each in value):
-            return type(value), frozenset(value)
+            like = tuple(_of_value(each, numbers) for each in value)
+        case set() | frozenset() if all(isinstance(each, str) for each in value):
+            like = frozenset(value)
         case dict():
-            return type(value), tuple((repr(k), _of_value(v, numbers)) for k, v in value.items())
-    return _of_object(value)
-
-
-def _of_object(value: object) -> Hashable:
-    if isinstance(value, types.MethodType):
-        return value.__func__, isinstance(value.__self__, nn.Module)
-    return type(value), id(value)
+            like = tuple((repr(key), _of_value(each, numbers)) for key, each in value.items())
+        case types.MethodType():
+            like = value.__func__, isinstance(value.__self__, nn.Module)
+    return type(value), like
 
 
 def _storage(tensor: Tensor) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 from meshwright.planner.architectures.architecture import graph_of
 from meshwright.planner.calibration.tables import cells
 from meshwright.planner.calibration.tables.cells import (
+    NOT_KNOWN,
     Row,
     degree,
     flag,
@@ -294,7 +295,7 @@ def _precision_with_options(
 
 def _assumed_of_options(row: Row, had: RunOptions, framework: Framework) -> Iterator[str]:
     """Yield unknown options of a run, and options that its table infers."""
-    yield from (f"{each:.60} taken as not known" for each in had.unread)
+    yield from (f"{each:.60}{NOT_KNOWN}" for each in had.unread)
     if "options" in row and not had.is_stated:
         yield "options as usual of its framework and release"
     if is_newer(framework, row.get("release", "")):
@@ -467,7 +468,7 @@ def _word_or_default(
         return value
     if assumed is None:
         raise DocumentError("", f"{column} '{cell[:40]}' is not known")
-    assumed.append(f"{column} '{cell[:40]}' taken as not known")
+    assumed.append(f"{column} '{cell[:40]}'{NOT_KNOWN}")
     return default
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from meshwright.planner.errors import DocumentError
@@ -61,6 +62,59 @@ def of_settings(
     config.gather(settings)
     config.understood += settings.understood
     return config
+
+
+def with_flags(data: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a file, and above them those of the launcher's command line.
+
+    A flag has the name of a file's key; the file has most of them in sections.
+
+    >>> with_flags({}, {"use-fsdp": True, "fsdp-version": "2", "num-machines": "2"})
+    {'num_machines': '2', 'distributed_type': 'FSDP', 'fsdp_config': {'fsdp_version': '2'}}
+    """
+    given = {name.replace("-", "_"): value for name, value in flags.items()}
+    kinds = {key: kind for key, kind in _KINDS.items() if given.pop(key, False)}
+    settings: dict[str, Any] = dict(data)
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in given.items():
+        section = _section(key)
+        if section is None:
+            settings[key] = value
+        else:
+            sections.setdefault(section, {})[key] = value
+    if "deepspeed_config" in sections and "distributed_type" not in settings:
+        kinds.setdefault("deepspeed_config", "DEEPSPEED")
+    if kinds:
+        settings["distributed_type"] = next(reversed(kinds.values()))
+    for section, inner in sections.items():
+        before = settings.get(section)
+        settings[section] = (before if isinstance(before, dict) else {}) | inner
+    return settings
+
+
+_KINDS = {
+    "multi_gpu": "MULTI_GPU",
+    "use_deepspeed": "DEEPSPEED",
+    "use_fsdp": "FSDP",
+    "use_megatron_lm": "MEGATRON_LM",
+}
+_OF_DEEPSPEED = (
+    "deepspeed_", "zero_stage", "zero3_", "offload_", "gradient_accumulation_steps",
+    "gradient_clipping",
+)  # fmt: skip
+
+
+def _section(key: str) -> str | None:
+    """Return the section of a file that has a flag's key, None if it is of none."""
+    if key.startswith(_OF_DEEPSPEED):
+        return "deepspeed_config"
+    prefixes = {
+        "fsdp_": "fsdp_config",
+        "dynamo_": "dynamo_config",
+        "parallelism_config_": "parallelism_config",
+        "megatron_lm_": "megatron_lm_config",
+    }
+    return next((name for prefix, name in prefixes.items() if key.startswith(prefix)), None)
 
 
 def _of_deepspeed(nested: Settings, surroundings: ScriptEnvironment | None) -> ParsedConfig:

@@ -240,6 +240,11 @@ def _recompute(settings: Settings, config: ParsedConfig) -> None:
     kind = settings.word("recompute-granularity")
     if settings.flag("recompute-activations"):
         kind = "selective"
+    by_layers = settings.flag("checkpoint-activations")  # of before 2022, and of forks
+    if by_layers:
+        kind = "full"
+        settings.expect("checkpoint-num-layers", 1)
+        settings.idle("deepspeed-activation-checkpointing")
     if kind == "full":
         config.recompute = "full"
         method = settings.choice("recompute-method", {"uniform": "uniform", "block": "block"}, "")
@@ -248,7 +253,7 @@ def _recompute(settings: Settings, config: ParsedConfig) -> None:
             config.recomputed = count
         else:
             settings.expect("recompute-num-layers", 1)
-        if not method:
+        if not method and not by_layers:
             settings.name("recompute-granularity")
         settings.idle("recompute-modules")
     elif kind == "selective":

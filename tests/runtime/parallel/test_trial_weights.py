@@ -15,14 +15,36 @@ from meshwright.runtime.parallel import tensor_check, trial_weights
 from meshwright.runtime.parallel.tensor_styles_search import DerivedStyles
 from meshwright.runtime.tracing.tracer import Recorder
 
-HIDDEN, WIDE = 64, 256
+HIDDEN, WIDE, EXPERTS = 64, 256, 16
+
+
+class Experts(nn.Module):
+    """A stack of matrices, each of which is read by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(EXPERTS, HIDDEN, HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum((x @ self.weight[at] for at in range(EXPERTS)), torch.zeros_like(x))
 
 
 class Block(nn.Module):
-    """An MLP beside its input; one that is `crossed` mixes features between its products."""
+    """An MLP beside its input; one that is `crossed` mixes features between its products.
 
-    def __init__(self, *, crossed: bool = False, viewed: bool = False) -> None:
+    One that is `stacked` has experts too, whose matrices it reads itself if it is `reading`.
+    """
+
+    def __init__(
+        self,
+        *,
+        crossed: bool = False,
+        viewed: bool = False,
+        stacked: bool = False,
+        reading: bool = False,
+    ) -> None:
         super().__init__()
+        self.experts, self.reading = Experts() if stacked else None, reading
         self.up, self.down = nn.Linear(HIDDEN, WIDE), nn.Linear(WIDE, HIDDEN)
         self.crossed, self.viewed = crossed, viewed
 
@@ -32,6 +54,8 @@ class Block(nn.Module):
             inner = inner / (1 + inner.mean(-1, keepdim=True))
         if self.viewed:
             x = x + self.up.weight.view(-1)[:0].sum()
+        if self.experts is not None:
+            x = x + (x @ self.experts.weight[0] if self.reading else self.experts(x))
         return x + self.down(inner)
 
 
@@ -112,7 +136,14 @@ def test_copies_of_a_unit_share_its_large_weights(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.usefixtures("large")
 @pytest.mark.parametrize(
-    ("how", "divided"), [({}, True), ({"viewed": True}, True), ({"crossed": True}, False)]
+    ("how", "divided"),
+    [
+        ({}, True),
+        ({"viewed": True}, True),
+        ({"crossed": True}, False),
+        ({"stacked": True}, True),
+        ({"stacked": True, "crossed": True}, False),
+    ],
 )
 def test_large_weights_are_divided_as_dense_ones_are(
     how: dict[str, bool], divided: bool, monkeypatch: pytest.MonkeyPatch
@@ -121,6 +152,22 @@ def test_large_weights_are_divided_as_dense_ones_are(
     assert bool(large["blocks.0"].regions) == divided
     monkeypatch.setattr(trial_weights, "LARGE", 1 << 40)
     assert styles(1, **how).units_at(4) == large
+
+
+@pytest.mark.usefixtures("large")
+def test_gradients_of_a_stack_are_not_made() -> None:
+    derived = styles(1, stacked=True)
+    with MaterialisedBytes() as counted:
+        assert derived.units_at(2)["blocks.0"].regions
+    assert counted.largest < 4 * EXPERTS * HIDDEN * HIDDEN
+
+
+@pytest.mark.usefixtures("large")
+def test_a_stack_that_is_read_outside_of_its_module_has_weights_of_its_own() -> None:
+    derived = styles(1, stacked=True, reading=True)
+    with MaterialisedBytes() as counted:
+        assert derived.units_at(2)["blocks.0"].regions
+    assert counted.largest == 4 * EXPERTS * HIDDEN * HIDDEN
 
 
 def test_sums_of_gradients_are_those_of_their_parts() -> None:

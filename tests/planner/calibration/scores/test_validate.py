@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from meshwright.planner.calibration.scores.validate import (
     Validation,
@@ -16,7 +17,7 @@ from meshwright.planner.calibration.scores.validate import (
     validate,
     validation_json,
 )
-from meshwright.planner.report.validation_report import validation_page
+from meshwright.planner.report.validation_report import validation_page, validation_text
 
 MODEL = {
     "model": "made-up-1b",
@@ -125,6 +126,16 @@ def test_every_row_has_its_line(validation: Validation) -> None:
     first = lines[0]
     assert float(first["step_time_low_s"]) < float(first["step_time_s"])
     assert float(first["step_time_s"]) < float(first["step_time_high_s"])
+
+
+def test_words_that_nobody_understands_stand_in_the_short_answer(tmp_path: Path) -> None:
+    rows = [{"step_time_s": "1.0", "options": f"tp-overlap+{word}"} for word in ("warp", "warp")]
+
+    shown = validation_text(validate(written(tmp_path / "t.csv", rows)), explain=False)
+
+    out = io.StringIO()
+    Console(file=out, width=200).print(shown)
+    assert "not understood, with their rows: option 'warp' (2)" in out.getvalue()
 
 
 def test_a_run_that_its_framework_refuses_is_a_class_beside_those_that_do_not_fit(

@@ -1,0 +1,187 @@
+"""CPU seconds and memory of `plan FOLDER:recorded`, for model types at the size of their release.
+
+    python -m benchmarks.recorded_sizes [model_type ...]          # lines, one a type
+    python -m benchmarks.recorded_sizes --page > docs/results/recorded.md
+
+Configurations are the defaults of transformers' own classes, which are those of the checkpoint that
+the class names; figures that a default has smaller are retyped in `RELEASED` from that checkpoint's
+config.json.  Each is planned in a process of its own without weights and without a network, and its
+peak of resident bytes and its CPU seconds are those that the system counted for the process.  Lines
+are kept in `benchmarks/results/recorded_sizes.csv`, so that it may run in pieces.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+LINES = Path(__file__).parent / "results" / "recorded_sizes.csv"
+MOST_CPU_S = 60
+MOST_BYTES = 1.5e9
+STOPPED_S = 200
+"""CPU seconds after which a process is ended."""
+RELEASED: Mapping[str, Mapping[str, Any]] = {
+    # bigscience/bloom-7b1, config.json
+    "bloom": {"hidden_size": 4096, "n_layer": 30, "n_head": 32},
+    "falcon_mamba": {
+        "hidden_size": 4096,
+        "num_hidden_layers": 64,
+        "intermediate_size": 8192,
+        "vocab_size": 65024,
+    },  # tiiuae/falcon-mamba-7b, config.json
+    # facebook/opt-6.7b, config.json
+    "opt": {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "ffn_dim": 16384,
+        "word_embed_proj_dim": 4096,
+    },
+    # state-spaces/mamba-2.8b-hf, config.json
+    "mamba": {"hidden_size": 2560, "num_hidden_layers": 64, "intermediate_size": 5120},
+    # mosaicml/mpt-7b, config.json
+    "mpt": {"d_model": 4096, "n_layers": 32, "n_heads": 32, "vocab_size": 50432},
+    # facebook/xglm-7.5B, config.json
+    "xglm": {"d_model": 4096, "num_layers": 32, "attention_heads": 32, "ffn_dim": 16384},
+}
+"""Sizes of a released checkpoint where the defaults of its class are smaller."""
+TYPES = (
+    "nemotron_h qwen3_5_text jamba falcon_h1 olmo_hybrid kimi_linear zamba2 longcat_flash "
+    "gemma3n_text xlstm qwen3_5_moe_text bamba falcon_mamba recurrent_gemma deepseek_v32 "
+    "qwen3_next olmoe minimax_m2 minimax granitemoehybrid mamba gemma4_text glm_moe_dsa "
+    "mimo_v2_flash lfm2_moe dbrx jetmoe modernbert-decoder lfm2 smollm3 exaone4 falcon bloom "
+    "opt mpt gptj gpt_neox gpt_neo codegen stablelm persimmon starcoder2 olmo apertus arcee "
+    "bitnet cohere cohere2 ctrl cwm diffllama doge dots1 ernie4_5 ernie4_5_moe exaone_moe "
+    "flex_olmo glm glm4 granitemoe granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe "
+    "minicpm3 nanochat phimoe seed_oss solar_open vaultgemma xglm afmoe "
+)
+LARGE = (
+    "deepseek_v32 dots1 exaone_moe glm_moe_dsa longcat_flash mimo_v2_flash minimax minimax_m2 "
+    "solar_open"
+)
+CLUSTERS = ("8x8xh100-sxm-80gb", "64x8xh100-sxm-80gb")
+"""Clusters of all types, and of those that are too large for it."""
+COLUMNS = ("type", "checkpoint", "billions", "layers", "cpu_s", "peak_gb", "answer")
+
+
+def _line(kind: str) -> dict[str, str]:
+    """Plan one type in a process of its own, and return what it took."""
+    import transformers  # noqa: PLC0415 - not for the page
+
+    whole = transformers.AutoConfig.for_model(kind, **RELEASED.get(kind, {}))
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place) / kind
+        whole.save_pretrained(folder)
+        command = (sys.executable, "-m", "meshwright", "plan", f"{folder}:recorded")
+        asked = (
+            f"--cluster {CLUSTERS[kind in LARGE.split()]} --seq-len 4096 --global-batch 512 --json"
+        )
+        out, errors = Path(place) / "out", Path(place) / "errors"
+        with out.open("w") as answer, errors.open("w") as said:
+            process = subprocess.Popen(
+                (*command, *asked.split()),
+                stdout=answer,
+                stderr=said,
+                cwd=place,
+                env=os.environ | {"HF_HUB_OFFLINE": "1"},
+            )
+            resource.prlimit(process.pid, resource.RLIMIT_CPU, (STOPPED_S, STOPPED_S))
+            _, status, usage = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+        layers, billions, words = _answer(out.read_text(), errors.read_text(), place)
+    return {
+        "type": kind,
+        "checkpoint": _checkpoint(type(whole)),
+        "billions": billions,
+        "layers": layers,
+        "cpu_s": f"{usage.ru_utime + usage.ru_stime:.0f}",
+        "peak_gb": f"{usage.ru_maxrss * 1024 / 1e9:.2f}",
+        "answer": words,
+    }
+
+
+def _checkpoint(config_class: type) -> str:
+    import inspect  # noqa: PLC0415 - not for the page
+
+    found = re.search(r'checkpoint="([^"]+)"', inspect.getsource(config_class))
+    return found.group(1) if found else ""
+
+
+def _answer(text: str, said: str, place: str) -> tuple[str, str, str]:
+    """Return layers, billions of parameters, and the layout or the reason that there is none."""
+    try:
+        answer = json.loads(text)
+    except ValueError:
+        reason = " ".join((text + said).split()).replace(f"{place}/", "")
+        return "", "", f"no answer: {reason[-160:]}"
+    if "plan" not in answer:
+        return "", "", " ".join(str(answer.get("message", answer)).split()).replace(place, "")[:300]
+    layers = answer["plan"]["model"]["graph"]["layers"]
+    parameters = sum(layer["parameters"] * layer.get("repeat", 1) for layer in layers)
+    return str(len(layers)), f"{parameters / 1e9:.1f}", answer["layout"]
+
+
+def _kept() -> dict[str, dict[str, str]]:
+    if not LINES.exists():
+        return {}
+    with LINES.open() as file:
+        return {row["type"]: row for row in csv.DictReader(file)}
+
+
+def _keep(row: dict[str, str]) -> None:
+    rows = _kept() | {row["type"]: row}
+    with LINES.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows[kind] for kind in sorted(rows))
+
+
+def page() -> str:
+    """Return the page of all lines that are kept."""
+    rows = list(_kept().values())
+    over = [
+        row
+        for row in rows
+        if float(row["cpu_s"]) > MOST_CPU_S or float(row["peak_gb"]) * 1e9 > MOST_BYTES
+    ]
+    lines = [
+        "# Models that are recorded, at the size of their release",
+        "",
+        f"`meshwright plan FOLDER:recorded` of {len(rows)} types of transformers, each in a "
+        f"process of its own, without weights. {len(rows) - len(over)} take at most "
+        f"{MOST_CPU_S} CPU seconds and {MOST_BYTES / 1e9:g} GB. "
+        "`python -m benchmarks.recorded_sizes --page` writes this page; configurations are the "
+        "defaults of the library's classes, or retyped from the checkpoint where those are "
+        "smaller.",
+        "",
+        "| type | checkpoint of its class | billions | layers | CPU s | peak GB | answer |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        "| " + " | ".join(row[name].replace("|", "/") for name in COLUMNS) + " |" for row in rows
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Plan the types that were named, or those that have no line; or print the page."""
+    if "--page" in sys.argv:
+        sys.stdout.write(page())
+        return
+    for kind in sys.argv[1:] or [kind for kind in TYPES.split() if kind not in _kept()]:
+        row = _line(kind)
+        _keep(row)
+        print(*row.values(), flush=True)
+
+
+if __name__ == "__main__":
+    main()
