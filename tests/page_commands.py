@@ -40,7 +40,7 @@ NOT_HERE = {
     r"^srun ": "needs Slurm",
     r"^torchrun .*--nnodes 2 ": "needs a second node",
     r"--nproc-per-node 8 ": "needs 8 devices",
-    r"--nodes 2 --node 0 ": "waits for a second node",
+    r"--nodes 2 --node 0 |--hosts node": "needs a plan and machines of two nodes",
     r"--weights \./llama-3.1-8b": "needs 16 GB of weights",
     r"\bwatch OUTPUT|SAVED": "has names that stand for your own folders",
     r"pretrain_gpt\.py": "is Megatron's own command, which run.sh has",

@@ -603,6 +603,8 @@ def _predicted(model: str, cluster: str | None, options: PredictOptions) -> Pred
             job=wanted.job,
             prediction=prediction,
         )
+    if model.endswith((".yaml", ".yml")) and not document.is_file(model):
+        raise DocumentError("", "is not there; name a file that exists", file=model)
     if cluster is None:
         raise DocumentError("cluster", "is missing; name the machine, for example --cluster local")
     with hub.offline(options.offline):
@@ -714,6 +716,8 @@ def export(
         raise DocumentError("output", "is missing; the job reads the file, so name it with -o")
     if is_plan(source):
         return _framework_configuration(source, to, output, job, settings, recipe=with_recipe)
+    if source.endswith((".yaml", ".yml")) and not document.is_file(source):
+        raise DocumentError("", "is not there; name a file that exists", file=source)
     if to not in ("huggingface", "peft"):
         raise DocumentError(
             "to", f"is '{to or ''}'; a checkpoint is exported to huggingface, its adapters to peft"

@@ -195,7 +195,7 @@ def preflight(
         raise LaunchError(f"{plan_path}: {reason}")
     if run.data is None:
         files = data.files(data.standard_library(), suffixes=[".py"])
-        warnings.append(f"no data is named; training on Python's own sources in {files.source}")
+        warnings.append(f"--data is not given; training on Python's own sources in {files.source}")
     else:
         files = data.files(run.data)
     warnings += _drawn(plan, run.weights)
@@ -332,8 +332,8 @@ def check_devices(plan: Plan, device: Device, local_ranks: Mapping[int, int]) ->
     load = os.getloadavg()[0]
     if load > have:
         problems.append(
-            f"load {load:.0f} on {have} cores: other programs run here, so measured seconds will "
-            "mean little"
+            f"other programs load this machine (load {load:.0f} on {have} cores); measured times "
+            "will be unreliable"
         )
     return problems
 

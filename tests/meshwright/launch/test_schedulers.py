@@ -258,7 +258,7 @@ def test_a_scheduler_that_is_not_here_is_said(
 ) -> None:
     monkeypatch.setenv("PATH", "")
 
-    assert "sbatch: is not on this machine" in refused(capfd, "--on", "slurm")
+    assert "sbatch is not on this machine" in refused(capfd, "--on", "slurm")
     assert not Path("runs").exists()
 
 
@@ -303,7 +303,7 @@ def test_a_script_that_is_not_there_is_refused_before_a_job_is_written(
 ) -> None:
     assert cli.main(["run", "--on", "slurm", "none.py"]) == 1
 
-    assert "none.py: is no file" in capfd.readouterr().err
+    assert "none.py is no file" in capfd.readouterr().err
 
 
 def test_a_job_set_starts_all_pods_again_and_counts_no_notice(
