@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console, RenderableType
 
 from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
-from meshwright.planner.documents.units import seconds_text
 from meshwright.planner.documents.plan import Job, Layout, Stage
 from meshwright.planner.documents.prediction import Certificate
+from meshwright.planner.documents.units import seconds_text
 from meshwright.planner.report.text import answer_text, proof_facts, stages_text, why_text
 from meshwright.planner.requests.pins import Pins
 from meshwright.planner.requests.request import Request
@@ -115,7 +115,8 @@ def test_an_explanation_has_stages_assumptions_counts_and_finalists(answer: Answ
     counts = answer.certificate.counts.items()
     assert all(f"{name} {count:,}" in text for name, count in counts if count)
     assert all(
-        f"{one.layout}: {seconds_text(one.step_time_s)}" in text for one in answer.certificate.finalists
+        f"{one.layout}: {seconds_text(one.step_time_s)}" in text
+        for one in answer.certificate.finalists
     )
 
 
