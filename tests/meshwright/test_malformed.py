@@ -276,7 +276,7 @@ CASES = {
                 },
             ],
         ),
-        "give every group a name of its own",
+        "give every group its own name",
     ),
     "a link of speed 0": (cluster_with("tiers.0.bytes_per_s", 0), "tiers[0].bytes_per_s"),
     "a future format": (cluster_with("format", 2), "format"),

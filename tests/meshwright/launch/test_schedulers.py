@@ -228,7 +228,7 @@ def test_a_job_with_a_secret_in_it_is_written_for_its_owner_alone(
         (["--on", "slurm", "--job", "partition"], "write NAME=VALUE"),
         (["--on", "slurm", "--job", "x=1\n#SBATCH --uid=0"], "write NAME=VALUE"),
         (["--job", "partition=gpu"], "go with --on"),
-        (["--or-start"], "goes with `resume`"),
+        (["--or-start"], "needs resume"),
     ],
 )
 def test_what_cannot_be_a_job_is_refused(
