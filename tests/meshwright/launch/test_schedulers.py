@@ -220,7 +220,7 @@ def test_a_job_with_a_secret_in_it_is_written_for_its_owner_alone(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--on", "pbs"], "known: local, slurm, kubernetes"),
+        (["--on", "pbs"], "known: local, ray, slurm, kubernetes"),
         (["--on", "kubernetes"], "image=NAME is missing"),
         ([*POD, "--job", "partition=gpu"], "'partition' is not known"),
         ([*POD, "--job", "volume=claim"], "write CLAIM:/path"),
