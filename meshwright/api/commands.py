@@ -708,6 +708,8 @@ def export(
     rates only with its recipe.  With a `job` (slurm, kubernetes, skypilot) a second file starts the
     configuration on the plan's nodes; `settings` are those of the job, as NAME=VALUE.
     """
+    if source.endswith((".yaml", ".yml")) and not document.is_file(source):
+        raise DocumentError("", "is not there; name a file that exists", file=source)
     if settings and job is None:
         raise DocumentError("set", "is for a job; add --job slurm, kubernetes or skypilot")
     if job is not None and not is_plan(source):
@@ -716,8 +718,6 @@ def export(
         raise DocumentError("output", "is missing; the job reads the file, so name it with -o")
     if is_plan(source):
         return _framework_configuration(source, to, output, job, settings, recipe=with_recipe)
-    if source.endswith((".yaml", ".yml")) and not document.is_file(source):
-        raise DocumentError("", "is not there; name a file that exists", file=source)
     if to not in ("huggingface", "peft"):
         raise DocumentError(
             "to", f"is '{to or ''}'; a checkpoint is exported to huggingface, its adapters to peft"
