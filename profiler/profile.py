@@ -357,7 +357,7 @@ def _machine(local_cluster: ClusterSpec, every: Sequence[ClusterSpec], text: str
     if _nodes(local_cluster) != 1:
         raise LaunchError(
             f"{text}: has {_nodes(local_cluster)} nodes, and the command was started on "
-            f"{len(every)}; start it on all of them, or say --cluster local"
+            f"{len(every)}; start it on all of them, or give --cluster local"
         )
     return joint_cluster(every)
 

@@ -40,7 +40,7 @@ NOT_HERE = {
     r"^srun ": "needs Slurm",
     r"^torchrun .*--nnodes 2 ": "needs a second node",
     r"--nproc-per-node 8 ": "needs 8 devices",
-    r"--nodes 2 --node 0 ": "waits for a second node",
+    r"--nodes 2 --node 0 |--hosts node": "needs a plan and machines of two nodes",
     r"--weights \./llama-3.1-8b": "needs 16 GB of weights",
     r"\bwatch OUTPUT|SAVED": "has names that stand for your own folders",
     r"pretrain_gpt\.py": "is Megatron's own command, which run.sh has",
@@ -73,6 +73,8 @@ class PageCommand:
     text: str
     shown: tuple[str, ...] | None
     """Lines that the page shows of its output; None where it shows none."""
+    document: str = ""
+    """The YAML that the page shows last before it."""
 
     @property
     def reason(self) -> str | None:
@@ -112,8 +114,9 @@ def fenced(page: Path) -> Iterator[tuple[str, str]]:
 
 def commands_of(page: Path) -> list[PageCommand]:
     """Return the commands of a page in their order."""
-    name, found = str(page.relative_to(ROOT)), []
+    name, found, document = str(page.relative_to(ROOT)), [], ""
     for language, text in fenced(page):
+        document = text if language == "yaml" else document
         if language not in ("", "bash", "console"):
             continue
         shows = text.startswith("$ ") and language != "console"
@@ -128,7 +131,7 @@ def commands_of(page: Path) -> list[PageCommand]:
                 at + 1 + n for n, next_ in enumerate(lines[at + 1 :]) if next_.startswith("$ ")
             ]
             shown = tuple(lines[at + 1 : behind[0] if behind else None])
-            found.append(PageCommand(name, plain, shown if shows and shown else None))
+            found.append(PageCommand(name, plain, shown if shows and shown else None, document))
     return found
 
 
@@ -143,12 +146,10 @@ def named_files() -> dict[str, str]:
     return files
 
 
-def prepare(folder: Path, page: Path) -> None:
-    """Write the files that a user of a page has into a folder, and programs that are these."""
+def prepare(folder: Path) -> None:
+    """Write the files that a user has into a folder, and programs that are these."""
     for name, text in named_files().items():
         (folder / name).write_text(text)
-    if page.stem == "problem":
-        (folder / "problem.yaml").write_text(next(t for lang, t in fenced(page) if lang == "yaml"))
     (folder / "train.py").write_text("raise SystemExit('no training here')\n")
     for name in ("examples", "plans"):
         (folder / name).symlink_to(ROOT / name)
@@ -161,7 +162,7 @@ def prepare(folder: Path, page: Path) -> None:
 
 def run_page(page: Path, folder: Path) -> Iterator[Outcome]:
     """Run a page's commands in a folder; yield what became of each."""
-    prepare(folder, page)
+    prepare(folder)
     environment = {
         **os.environ,
         "COLUMNS": "80",
@@ -174,15 +175,21 @@ def run_page(page: Path, folder: Path) -> Iterator[Outcome]:
         if command.reason is not None:
             yield Outcome(command, "not here", command.reason)
             continue
-        done = subprocess.run(
-            ["bash", "-c", command.here],
-            cwd=folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=LONGEST_S,
-        )
+        if "solve problem.yaml" in command.text:
+            (folder / "problem.yaml").write_text(command.document)
+        try:
+            done = subprocess.run(
+                ["bash", "-c", command.here],
+                cwd=folder,
+                env=environment,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=LONGEST_S,
+            )
+        except subprocess.TimeoutExpired:
+            yield Outcome(command, "failed", f"took more than {LONGEST_S} s")
+            continue
         yield _outcome(command, done)
 
 

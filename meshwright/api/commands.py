@@ -603,6 +603,8 @@ def _predicted(model: str, cluster: str | None, options: PredictOptions) -> Pred
             job=wanted.job,
             prediction=prediction,
         )
+    if model.endswith((".yaml", ".yml")) and not document.is_file(model):
+        raise DocumentError("", "is not there; name a file that exists", file=model)
     if cluster is None:
         raise DocumentError("cluster", "is missing; name the machine, for example --cluster local")
     with hub.offline(options.offline):
@@ -706,6 +708,8 @@ def export(
     rates only with its recipe.  With a `job` (slurm, kubernetes, skypilot) a second file starts the
     configuration on the plan's nodes; `settings` are those of the job, as NAME=VALUE.
     """
+    if source.endswith((".yaml", ".yml")) and not document.is_file(source):
+        raise DocumentError("", "is not there; name a file that exists", file=source)
     if settings and job is None:
         raise DocumentError("set", "is for a job; add --job slurm, kubernetes or skypilot")
     if job is not None and not is_plan(source):

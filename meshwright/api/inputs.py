@@ -59,12 +59,15 @@ def _named_model(text: str, seq_len: int | None) -> ModelGraph:
         return graph
     if is_recorded(text):
         return traced_model(text, seq_len)
+    if text.endswith((".yaml", ".yml", ".json")) and not is_there(text):
+        raise DocumentError("", "is not there; name a file that exists", file=text)
     try:
         return resolve_model(text)
-    except DocumentError as error:
+    except DocumentError as found:
+        error = found if found.file or not is_there(text) else found.in_file(text)
         # Only of a type without figures here: another error is not the recorder's.
         if error.path != "model_type" or importlib.util.find_spec("transformers") is None:
-            raise
+            raise error from found
         try:
             is_path = is_there(text) or not hub.is_hub_name(text)
             folder = text if is_path else str(hub.config_file(text).parent)

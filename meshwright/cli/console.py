@@ -8,7 +8,7 @@ import textwrap
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from meshwright.planner.errors.shown import lines
+from meshwright.planner.errors.shown import lines, sentence
 from meshwright.planner.report.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ def remedy_first(message: str) -> tuple[str, str]:
 
 def refuse(message: str) -> None:
     """Print why a command ends; where it takes several lines, the first one is the action."""
+    message = sentence(message)
     short = len(f"meshwright: {message}") <= talk.width
     if short or not talk.is_terminal or "\n" in message:  # the end of a log, say
         print_message(message)

@@ -128,7 +128,7 @@ def tune(
     if json:
         print(as_json(tuned_json(result) | {"html": html}))
         return
-    then = "the same without --dry-run" if dry_run else _then(run, result)
+    then = "run the same command without --dry-run" if dry_run else _then(run, result)
     facts = [*defaults_facts(mine.notes), next_fact(then, explain=explain)]
     if html:
         facts.insert(-1, Fact(label="page", text=html, copied=True))

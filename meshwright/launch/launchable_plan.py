@@ -104,8 +104,8 @@ class LaunchablePlan:
             smaller = changed_cluster(self.machine, "memory", room / has)
         if smaller is None:
             raise LaunchError(
-                f"{self.machine.name}: nothing says how much memory its hosts have; plan again "
-                "for less"
+                f"{self.machine.name}: the memory of its hosts is not known; plan again without "
+                "offload"
             )
         path = planned_again(
             self.movable(), self.graph, [smaller], self.measured, folder=run.checkpoint or Path()

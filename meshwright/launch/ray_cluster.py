@@ -121,7 +121,7 @@ class NodeLauncher:
 
 
 @dataclass(slots=True, eq=False)
-class _Node:
+class _RayNode:
     """The driver's side of a node."""
 
     number: int
@@ -177,7 +177,7 @@ def on_ray(
         for attempt in range(restarts + 1):
             before = _newest(saved)
             try:
-                _Attempt(ray, command, devices, wait_s).run()
+                _RayAttempt(ray, command, devices, wait_s).run()
                 return
             except _NodeLost as lost:
                 if attempt == restarts or saved is None:
@@ -227,7 +227,7 @@ class _NodeLost(Exception):  # noqa: N818 - an end of an attempt, and no error o
     """A node left the cluster, or its actor ended."""
 
 
-class _Attempt:
+class _RayAttempt:
     """One start of the command on all nodes."""
 
     def __init__(self, ray: Any, command: HostCommand, devices: int, wait_s: float) -> None:
@@ -246,12 +246,13 @@ class _Attempt:
         group = ray.util.placement_group(
             [self._bundle] * self._command.nodes, strategy="STRICT_SPREAD"
         )
-        nodes: list[_Node] = []
+        nodes: list[_RayNode] = []
         try:
             if not group.wait(self._wait_s):
                 raise LaunchError(self._too_small())
             nodes = [
-                _Node(number, self._actor(group, number)) for number in range(self._command.nodes)
+                _RayNode(number, self._actor(group, number))
+                for number in range(self._command.nodes)
             ]
             self._check(nodes)
             self._follow(nodes)
@@ -286,7 +287,7 @@ class _Attempt:
             "jobs, add nodes, or plan for what is there"
         )
 
-    def _check(self, nodes: Sequence[_Node]) -> None:
+    def _check(self, nodes: Sequence[_RayNode]) -> None:
         """Raise LaunchError where nodes are not as the run needs them."""
         files = {file: checksums.of_file(Path(file).resolve()) for file in self._command.files}
         asked = {"version": version(), "files": files, "devices": self._command.devices}
@@ -306,7 +307,7 @@ class _Attempt:
             raise _NodeLost("a node was lost before the run began") from error
         return answers
 
-    def _follow(self, nodes: Sequence[_Node]) -> None:
+    def _follow(self, nodes: Sequence[_RayNode]) -> None:
         """Start the launchers and pass on what they print until all have ended."""
         secret = new_secret()
         (address,) = self._all(node.actor.address.remote() for node in nodes[:1])
@@ -328,7 +329,7 @@ class _Attempt:
                 self._end(nodes)
         self._judge(nodes, failed)
 
-    def _step(self, node: _Node) -> None:
+    def _step(self, node: _RayNode) -> None:
         """Pass on what a node has printed since, if it has answered."""
         ready, _ = self._ray.wait([node.waiting], timeout=0)
         if not ready:
@@ -350,7 +351,7 @@ class _Attempt:
         if node.code is None:
             node.waiting = node.actor.poll.remote()
 
-    def _end(self, nodes: Sequence[_Node]) -> None:
+    def _end(self, nodes: Sequence[_RayNode]) -> None:
         """End the launchers that are left: a node that fails ends the run on all."""
         end_s = time.monotonic() + END_S
         for node in nodes:
@@ -361,7 +362,7 @@ class _Attempt:
             for node in left:
                 self._step(node)
 
-    def _judge(self, nodes: Sequence[_Node], failed: Sequence[_Node]) -> None:
+    def _judge(self, nodes: Sequence[_RayNode], failed: Sequence[_RayNode]) -> None:
         """Raise how the attempt ended, unless well.  Nodes that failed first are its cause."""
         if not failed:
             return
@@ -377,7 +378,7 @@ class _Attempt:
         raise LaunchError(f"on: {reasons}")
 
     @contextlib.contextmanager
-    def _heeded(self, nodes: Sequence[_Node]) -> Iterator[None]:
+    def _heeded(self, nodes: Sequence[_RayNode]) -> Iterator[None]:
         """Hand signals on to the launchers: the first is a notice, the next ends all at once."""
 
         def hand_on(number: int, _: object) -> None:

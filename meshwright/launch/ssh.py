@@ -155,6 +155,15 @@ class _SshHost:
         return next(reversed(ours or self.last), f"ended with status {self.code}")
 
 
+def nodes_text(count: int) -> str:
+    """Return a number of nodes in words.
+
+    >>> nodes_text(1), nodes_text(2)
+    ('1 node', '2 nodes')
+    """
+    return f"{count} node{'s' * (count != 1)}"
+
+
 def on_hosts(hosts: Sequence[str], command: HostCommand, *, dry_run: bool = False) -> None:
     """Run a command on hosts until it has ended on all of them.
 
@@ -165,7 +174,7 @@ def on_hosts(hosts: Sequence[str], command: HostCommand, *, dry_run: bool = Fals
     if len(hosts) < command.nodes or (len(hosts) > command.nodes and not command.spares):
         more = "; hosts beyond them are of use with --elastic" if len(hosts) > command.nodes else ""
         raise LaunchError(
-            f"hosts: are {len(hosts)}, and the plan is for {command.nodes} nodes{more}"
+            f"hosts: are {len(hosts)}, and the plan is for {nodes_text(command.nodes)}{more}"
         )
     if dry_run:
         for node, host in enumerate(hosts):

@@ -396,12 +396,13 @@ def agenda_lines(agenda: ProfileAgenda) -> Iterator[str]:
         )
     if len(agenda.counts) > 1:
         yield f"pairs    all pairs of nodes, both ways, {seconds_text(agenda.budget.pairs_s)}"
-    yield f"layers   {seconds_text(agenda.budget.layers_s)}, as far down this list as it goes:"
+    budget = seconds_text(agenda.budget.layers_s)
+    yield f"layers   {budget}, in this order until the time is used up:"
     for wish in agenda.wishes:
-        why = f"plans use it, value {wish.value:.2f}" if wish.value else "to interpolate between"
+        why = f"used by plans, weight {wish.value:.2f}" if wish.value else "for interpolation"
         yield f"         {_setting_text(wish)}: {why}"
     if agenda.stages:
-        yield f"stages   {seconds_text(agenda.budget.stages_s)}, as wholes:"
+        yield f"stages   {seconds_text(agenda.budget.stages_s)}, whole stages:"
     for stage in agenda.stages:
         ends = f"{stage.layers[0]} to {stage.layers[-1]}"
         yield f"         {len(stage.layers)} layers, {ends}: {_setting_text(stage.wish)}"
@@ -467,7 +468,7 @@ def profile_parts(
         )
     ]
     if measured.stages:
-        facts.append(Fact(label="stages", text=f"{len(measured.stages)} measured as wholes"))
+        facts.append(Fact(label="stages", text=f"{len(measured.stages)} measured as a whole"))
     if curves:
         tiers = ", ".join(dict.fromkeys(curve.tier for curve in curves))
         facts.append(Fact(label="links", text=f"{len(curves)} curves of collectives on {tiers}"))

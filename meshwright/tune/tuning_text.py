@@ -62,21 +62,21 @@ def _agenda_facts(tuned: TuningResult) -> Iterator[Fact]:
             label=f"trial {place}",
             text=f"{candidate.prediction.layout}: "
             f"{seconds_text(candidate.prediction.step_time_s)} a step, "
-            f"{tuned.devices * seconds / 60:.2g} device-minutes",
+            f"{_minutes_text(tuned.devices * seconds)}",
             lines=1,
             detail=place > 3,
         )
     yield Fact(
         label="cost",
-        text=f"{len(tuned.queue)} trials, {tuned.devices * total_s / 60:.2g} device-minutes, if "
-        "steps take what is predicted; what trials tell may change the later ones",
+        text=f"{len(tuned.queue)} trials, {_minutes_text(tuned.devices * total_s)} by predicted "
+        "step times; results of early trials may change later ones",
     )
 
 
 def _result_facts(tuned: TuningResult) -> Iterator[Fact]:
     chosen = tuned.chosen
     believed_s, low_s, high_s = tuned.tuner.posterior.seconds(tuned.tuner.answer)
-    source = "believed" if tuned.step_s is None else "measured"
+    source = "estimated" if tuned.step_s is None else "measured"
     yield Fact(label="plan", text=chosen.prediction.layout)
     yield Fact(
         label="time",
@@ -122,7 +122,7 @@ def _result_facts(tuned: TuningResult) -> Iterator[Fact]:
         yield Fact(label="learnt", text=", ".join(moved[:3]), detail=True)
     yield Fact(
         label="cost",
-        text=f"{tuned.device_seconds / 60:.2g} device-minutes of trials, "
+        text=f"{_minutes_text(tuned.device_seconds)} of trials, "
         f"{tuned.planned_s:.2g} CPU s of planning",
     )
     yield Fact(
@@ -133,11 +133,21 @@ def _result_facts(tuned: TuningResult) -> Iterator[Fact]:
     )
 
 
+def _minutes_text(device_s: float) -> str:
+    """Return device-seconds as minutes with two digits.
+
+    >>> _minutes_text(44_400), _minutes_text(9)
+    ('740 device-minutes', '0.15 device-minutes')
+    """
+    minutes = device_s / 60
+    return f"{minutes:,.0f} device-minutes" if minutes >= 10 else f"{minutes:.2g} device-minutes"
+
+
 def _proof_text(proof: RenewedProof) -> str:
     """Return the proof of a search with the constants of its trials."""
     text = (
-        "with the constants of its trials no plan takes less than "
-        f"{seconds_text(proof.lower_bound_s)}; this one {seconds_text(proof.chosen_s)} "
+        "with the constants that the trials fitted, no plan takes less than "
+        f"{seconds_text(proof.lower_bound_s)}, and this one takes {seconds_text(proof.chosen_s)} "
         f"(gap {100 * proof.gap:.1f} %)"
     )
     if not proof.known and proof.step_s < (1 - NEAR) * proof.chosen_s:

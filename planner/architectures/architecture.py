@@ -131,7 +131,7 @@ def architecture_of(config: Config, *, name: str) -> Architecture:
     kind = _SAME_FIGURES.get(str(kind), kind)
     if not isinstance(kind, str):
         raise DocumentError(
-            "model_type", f"is missing in {name}; it says which architecture the figures are for"
+            "model_type", f"is missing in {name}; it names the architecture of the figures"
         )
     if kind not in _READERS and (why := reason(kind, config)):
         raise DocumentError(

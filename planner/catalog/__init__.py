@@ -393,7 +393,7 @@ def frameworks() -> dict[str, Framework]:
     def build_framework(name: str, entry: dict[str, Any]) -> Framework:
         if entry.get("name") != name:
             raise DocumentError(
-                "name", f"is not '{name}', as the entry point says; rename one of them"
+                "name", f"is not '{name}', the name of its entry point; rename one of them"
             )
         return framework_of(entry, data)
 

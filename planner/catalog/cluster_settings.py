@@ -89,7 +89,8 @@ class ClusterSettings:
         if any(between.values()) and all(tier.name != "network" for tier in cluster.tiers):
             raise DocumentError(
                 "",
-                f"network and oversubscription are of links between nodes, and {cluster.name} has "
+                f"network and oversubscription describe links between nodes, and {cluster.name} "
+                "has "
                 "none; leave them out",
             )
         changes: dict[str, object] = {}

@@ -274,7 +274,7 @@ def layout_prediction(
     if cluster.is_mixed:
         raise DocumentError(
             "cluster",
-            "has devices that differ, and a layout does not say what runs where; plan with "
+            "has devices that differ, and a layout does not assign stages to them; plan with "
             "--fix, then predict the plan",
         )
     model = in_order(model) if model.edges else model

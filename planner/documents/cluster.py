@@ -322,7 +322,7 @@ class ClusterSpec(Document):
             raise ValueError("groups is empty; give at least one device group")
         names = [group.name for group in self.groups]
         if len(set(names)) < len(names):
-            raise ValueError(f"groups are named {names}; give every group a name of its own")
+            raise ValueError(f"groups are named {names}; give every group its own name")
         if self.devices > MOST_DEVICES:
             raise ValueError(f"has {self.devices} devices; give at most {MOST_DEVICES:,}")
         extents = [tier.devices for tier in self.tiers]

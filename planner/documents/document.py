@@ -409,7 +409,7 @@ class _SafeLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignor
                 )
             if key in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"key '{key}' stands twice", key_node.start_mark
+                    None, None, f"key '{key}' appears twice", key_node.start_mark
                 )
             seen.add(key)
         return super().construct_mapping(node, deep)
@@ -451,7 +451,7 @@ def _json(text: str) -> object:
     def mapping(pairs: list[tuple[str, object]]) -> dict[str, object]:
         result = dict(pairs)
         if len(result) < len(pairs):
-            raise ValueError("a key stands twice; leave one out")
+            raise ValueError("a key appears twice; leave one out")
         return result
 
     def constant(name: str) -> object:

@@ -656,7 +656,7 @@ class Basis(Part):
     @model_validator(mode="after")
     def _check_basis(self) -> Self:
         if self.provenance == "fitted" and self.runs is None:
-            raise ValueError("is fitted and does not say to how many runs; add it")
+            raise ValueError("is fitted; add the number of runs")
         return self
 
 

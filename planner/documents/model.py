@@ -235,9 +235,7 @@ class Architecture(Part):
                 "give a divisor"
             )
         if self.global_blocks and (not self.sliding_window or self.sliding_every > 1):
-            raise ValueError(
-                "global_blocks are of models with a window; give both, and sliding_every 1"
-            )
+            raise ValueError("global_blocks need a window; give both, and sliding_every 1")
         return self
 
     @property
@@ -420,7 +418,7 @@ class ModelGraph(Document):
         names = [name for name, _ in self.chain]
         if len(set(names)) < len(names):
             twice = next(n for n in names if names.count(n) > 1)
-            raise ValueError(f"layers: '{twice}' stands twice; give every layer a name of its own")
+            raise ValueError(f"layers: '{twice}' appears twice; give every layer its own name")
         for index, edge in enumerate(self.edges):
             for end in (edge.source, edge.target):
                 if end not in names:
@@ -439,7 +437,9 @@ class ModelGraph(Document):
     def _check_colocated(self, names: set[str]) -> None:
         """Refuse groups that share layers, and those of which others wait to run in between."""
         if self.colocated and not self.edges:
-            raise ValueError("colocated: is of graphs of layers; list the edges of this chain too")
+            raise ValueError(
+                "colocated: applies to graphs of layers; list the edges of this chain too"
+            )
         home: dict[str, str] = {}
         for group, layers in (self.colocated or {}).items():
             for name in layers:

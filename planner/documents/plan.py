@@ -507,7 +507,7 @@ class Plan(Document):
     def _consistent(self) -> Self:
         mesh = self.mesh
         if self.batch is None and "seq_len" not in self.model_fields_set:
-            raise ValueError("seq_len: is missing; a plan says it, or what a batch is")
+            raise ValueError("seq_len: is missing; give seq_len or batch")
         if len(self.stages) != mesh.pipeline * self.virtual_stages:
             each = "its stage" if self.virtual_stages == 1 else f"{self.virtual_stages} stages"
             raise ValueError(
@@ -782,7 +782,8 @@ class Plan(Document):
             if place[edge.source] > place[edge.target]:
                 raise DocumentError(
                     "stages",
-                    f"layer '{edge.target}' stands before '{edge.source}', whose output it reads; "
+                    f"layer '{edge.target}' is placed before '{edge.source}', whose output it "
+                    "reads; "
                     "put it on the same stage or a later one",
                 )
         stage_of = {

@@ -7,6 +7,7 @@ what they hold; only what is shown changes.
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Iterable, Sequence
 
 FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")
@@ -30,6 +31,28 @@ def lines(text: str) -> str:
     b
     """
     return "".join(c if c in "\n\t" else one_line(c) for c in text)
+
+
+_VERBS = (
+    *("is", "are", "was", "were", "has", "have", "had", "does", "do", "cannot", "can", "may"),
+    *("must", "needs", "need", "takes", "take", "goes", "go", "lacks", "names", "runs", "trains"),
+    *("continues", "contains", "divides", "starts", "begins", "ends", "counts", "belongs", "asks"),
+    *("gives", "reads", "holds", "differs", "plans", "saves", "makes", "wants", "exceeds", "means"),
+)
+"""Verbs by which messages go on whose subject is the place before their colon."""
+_SUBJECT = re.compile(rf"((?:[^:\n]+: )?[^:\n]*[^:\s]): (?=(?:{'|'.join(_VERBS)}) )")
+
+
+def sentence(text: str) -> str:
+    """Return an error as a sentence: the place that it names first is the subject.
+
+    >>> sentence("plan.yaml: zero: is 9; write 0 to 3")
+    'plan.yaml: zero is 9; write 0 to 3'
+    >>> sentence("job: 'partition': write NAME=VALUE")
+    "job: 'partition': write NAME=VALUE"
+    """
+    match = _SUBJECT.match(text)
+    return text if match is None else f"{match[1]} {text[match.end() :]}"
 
 
 def cell(value: object) -> object:

@@ -59,8 +59,8 @@ def tie_text(best: str, others: Sequence[str], low_s: float, high_s: float) -> s
     simplest = min(others, key=parts)
     simpler = f"; the simplest: {simplest}" if parts(simplest) < parts(best) else ""
     return (
-        f"{len(others)} others lie within the error bar ({seconds_text(low_s)} to "
-        f"{seconds_text(high_s)}){simpler}"
+        f"{len(others)} other plan{'s' * (len(others) > 1)} within the error of prediction "
+        f"({seconds_text(low_s)} to {seconds_text(high_s)}){simpler}"
     )
 
 
@@ -145,13 +145,13 @@ def job_text(job: Job) -> str:
 def why_text(choices: Sequence[Alternative]) -> str:
     """Return why the first of some plans was chosen, with the step times of the usual ones."""
     chosen, *others = choices
-    error, ties = f"ratios of two plans err by {100 * LAYOUT_ERROR:.0f} %", ""
+    error, ties = f"predicted ratios err by {100 * LAYOUT_ERROR:.0f} %", ""
     if 0 < chosen.more < ROUNDED:
-        parts = ["the simplest of the fastest plans"]
+        parts = ["the simplest of equally fast plans"]
     elif chosen.more > 0:
-        parts = [f"the simplest within {_percent(chosen.more)} of the fastest (a tie: {error})"]
+        parts = [f"the simplest plan within {_percent(chosen.more)} of the fastest, a tie: {error}"]
     else:
-        parts = ["the fastest that was found"]
+        parts = ["the fastest plan found"]
     for other in others:
         if other.prediction is None:
             parts.append(f"{other.what}: {other.why}")
@@ -167,12 +167,10 @@ def why_text(choices: Sequence[Alternative]) -> str:
 def why_shown(mine: Alternative) -> str:
     """Return the comparison of a shown plan with the fastest one of a new search for its job."""
     if mine.more < -ROUNDED:
-        return "faster than the fastest that a search finds: it uses a choice that is not searched"
+        return "faster than the best plan of the search: it uses a choice that is not searched"
     if mine.more < ROUNDED:
-        return "as fast as the fastest that a search finds"
-    return (
-        f"it takes {_percent(mine.more)} more than the fastest that a search finds; it {mine.why}"
-    )
+        return "as fast as the best plan of the search"
+    return f"{_percent(mine.more)} slower than the best plan of the search; it {mine.why}"
 
 
 def _percent(share: float) -> str:
@@ -228,7 +226,7 @@ def prediction_facts(prediction: Prediction, *, whole: bool = False) -> Iterator
     causes = _shares(prediction.step_parts, seconds_text)
     yield Fact(label="causes", text=causes, detail=True, lines=1)
     if prediction.compile_s and prediction.step_time_s:
-        yield Fact(label="compiles", text=_compile_text(prediction), detail=True)
+        yield Fact(label="compile", text=_compile_text(prediction), detail=True)
     if whole and prediction.mfu:
         yield Fact(label="MFU", text=mfu_text(prediction))
     fullest = max(prediction.stages, key=lambda stage: stage.peak_memory_bytes)
@@ -248,9 +246,10 @@ def prediction_facts(prediction: Prediction, *, whole: bool = False) -> Iterator
     if prediction.host is not None:
         yield Fact(label="host", text=str(prediction.host))
     if not prediction.fits:
-        counted = "with the memory that its allocator adds where little is free"
+        counted = "the overhead of the allocator included"
         on_device = prediction.overflows != ("host memory",)
-        text = f"{prediction.misfit} ({counted})" if on_device else prediction.misfit
+        text = f"it {prediction.misfit}"
+        text += f", {counted}" if on_device else ""
         yield Fact(label="warning", text=text, style="bold red")
     for note in prediction.notes:
         yield Fact(label="note", text=note)
@@ -263,9 +262,9 @@ def prediction_facts(prediction: Prediction, *, whole: bool = False) -> Iterator
 def mfu_text(prediction: Prediction) -> str:
     """Return what the utilisation counts, and its value by the convention of publications."""
     return (
-        f"{100 * prediction.mfu:.1f} % of the devices' peak is arithmetic of the model: each pair "
-        "of tokens that attend to each other once (causal, within documents), no recomputation; "
-        f"{100 * prediction.unmasked_mfu:.1f} % as PaLM and torchtitan count, with masked pairs"
+        f"{100 * prediction.mfu:.1f} % of the devices' peak. It counts the model's arithmetic "
+        "without recomputation, and attention only between tokens that see each other. With "
+        f"masked pairs, as PaLM and torchtitan count, {100 * prediction.unmasked_mfu:.1f} %"
     )
 
 
@@ -293,7 +292,7 @@ def proof_facts(certificate: Certificate, *, whole: bool = False) -> Iterator[Fa
         unsearched = LEFT_OUT if certificate.parts is None else LEFT_OUT_OF_PARTS
         if certificate.unproven_parts is not None:
             unsearched = LEFT_OUT_OF_SOME
-        yield Fact(label="left out", text=unsearched)
+        yield Fact(label="unsearched", text=unsearched)
     else:
         if proof.gap < ROUNDED:
             text = f"no faster plan among {certificate.configurations:,} configurations"
@@ -382,7 +381,7 @@ def _compile_text(prediction: Prediction) -> str:
     """Return the seconds of compilation, and their share of a run."""
     share = prediction.compile_s / (AMORTISED_STEPS * prediction.step_time_s)
     return (
-        f"for {seconds_text(prediction.compile_s)} before the first step "
+        f"{seconds_text(prediction.compile_s)} before the first step "
         f"({percent_text(share)} of {AMORTISED_STEPS:,} steps)"
     )
 
@@ -401,9 +400,9 @@ def certificate_facts(certificate: Certificate) -> Iterator[Fact]:
     """Yield the counts behind a proof, the closest losers, and the plans that were simulated."""
     counts = ", ".join(f"{name} {count:,}" for name, count in certificate.counts.items() if count)
     yield Fact(label="counts", text=counts)
-    yield Fact(label="proven of", text=certificate.model)
+    yield Fact(label="proven for", text=certificate.model)
     for loser in certificate.runners_up:
-        figure = f">= {loser.lower_bound_s:.6g} s"
+        figure = f"at least {seconds_text(loser.lower_bound_s)}"
         yield Fact(label="loser", text=f"{loser.layout}: {figure} ({loser.reason})")
     looked_at = ", ".join(
         f"{name} {count:,}" for name, count in (certificate.looked_at or {}).items()
@@ -411,7 +410,10 @@ def certificate_facts(certificate: Certificate) -> Iterator[Fact]:
     if looked_at:
         yield Fact(label="bounds", text=looked_at)
     for finalist in certificate.finalists:
-        steps = f"{finalist.step_time_s:.6g} s, closed form {finalist.closed_form_s:.6g} s"
+        steps = (
+            f"{seconds_text(finalist.step_time_s)}, "
+            f"closed form {seconds_text(finalist.closed_form_s)}"
+        )
         yield Fact(label="simulated", text=f"{finalist.layout}: {steps}")
 
 

@@ -131,7 +131,7 @@ def _length_of(line: str, number: int) -> int:
     if isinstance(sample, bool) or not isinstance(sample, int) or not 1 <= sample <= MOST_TOKENS:
         raise DocumentError(
             "lengths",
-            f"line {number} says no number of tokens; give a whole number, `length` or `input_ids`",
+            f"line {number} has no number of tokens; give a whole number, `length` or `input_ids`",
         )
     return sample
 

@@ -188,8 +188,8 @@ class Request:
             if len(names) > 1:
                 raise DocumentError(
                     "profile",
-                    "was measured on one kind of device, and the cluster has several; say of "
-                    f"which, as in --profile {names[0]}=profile.yaml",
+                    "was measured on one kind of device, and the cluster has several; name the "
+                    f"kind, as in --profile {names[0]}=profile.yaml",
                 )
             return {names[0]: self.profile}
         for name in self.profile:

@@ -18,6 +18,7 @@ from meshwright.planner.costs.memory.host_memory import filled_host, usable_shar
 from meshwright.planner.documents.framework_space import job_obstacles
 from meshwright.planner.documents.plan import Layout
 from meshwright.planner.documents.units import bytes_text
+from meshwright.planner.errors.shown import sentence
 from meshwright.planner.requests.pins import SHORT_NAMES, Pins
 from meshwright.planner.requests.request import Request
 from meshwright.planner.search.queue import Pruned, SearchSpace
@@ -85,8 +86,8 @@ def nothing_runs(request: Request, refused: Counter[str]) -> str:
     if not refused:
         return f"no layout of {model.name} {divides}"
     return (
-        f"the {request.framework.name} framework can run none of {sum(refused.values())} layouts: "
-        f"{_commonest_reasons(refused)}. Nothing else {divides}"
+        f"{request.framework.name} can run none of {sum(refused.values()):,} layouts. "
+        f"{_commonest_reasons(refused)}. No other layout {divides}"
     )
 
 
@@ -100,8 +101,10 @@ def _all_refused(spaces: Iterable[SearchSpace]) -> Counter[str]:
 
 
 def _commonest_reasons(refused: Counter[str]) -> str:
-    """Return the commonest reasons, each with the number of layouts."""
-    return "; ".join(f"{reason} ({count})" for reason, count in refused.most_common(3))
+    """Return the commonest reasons, each with the number of layouts where there are several."""
+    if len(refused) == 1:
+        return sentence(next(iter(refused)))
+    return "; ".join(f"{reason} ({count:,})" for reason, count in refused.most_common(3))
 
 
 def closest_miss(request: Request, reasons: Iterable[str], build: Build) -> str:

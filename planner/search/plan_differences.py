@@ -71,7 +71,8 @@ def waterfall(
     """
     if mine.job != best.job:
         raise DocumentError(
-            "plans", "are of different jobs: sequence, batch or precision differ; plan both anew"
+            "plans",
+            "belong to different jobs: sequence, batch or precision differ; plan both again",
         )
     machines = Machines(cluster, part or cluster)
     left = dict(_differences(mine, best))

@@ -350,5 +350,5 @@ def alternative_row(
         plan=plan,
         prediction=prediction,
         more=step_s / least_s - 1,
-        why="; ".join([f"needs {needs}", *differences]),
+        why="; ".join([f"uses {needs}", *differences]),
     )

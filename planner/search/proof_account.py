@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from meshwright.planner.documents.prediction import Certificate, Finalist, Loser, PlanProof
 from meshwright.planner.documents.profile import CHUNK_ROWS
 from meshwright.planner.documents.tolerances import EQUAL
-from meshwright.planner.documents.units import percent_text
+from meshwright.planner.documents.units import percent_text, seconds_text
 from meshwright.planner.search.space import LARGEST_CONTEXT
 
 if TYPE_CHECKING:
@@ -51,25 +51,25 @@ OUTCOMES = (REFUSED, *BOUNDS, DOMINATED, OUT_OF_MEMORY, UNKEPT, NO_FASTER, LEFT)
 
 
 EXACT = (
-    "a rank's bytes are those that its prediction counts; of like layers on a stage those that are "
-    "recomputed more come first; of the n like layers on a rank of V stages, those that store less "
-    "first, its c-th stage has floor((n + c) / V), and on a rank with the last stage alone that "
-    "one has what is left of stages as large as other ranks'"
+    "the bytes of a rank are the predicted ones; like layers of a stage are ordered by "
+    "recomputation, the most first; n like layers on a rank of V stages are ordered by stored "
+    "bytes, the fewest first, and stage c gets floor((n + c) / V) of them; the last stage gets the "
+    "rest"
 )
 
 
 UNSEARCHED = (
     "idle devices",
-    f"losses in chunks of other than {CHUNK_ROWS:,} rows",
-    f"sequences on more than {LARGEST_CONTEXT} ranks",
-    "stages of a rank that share like layers unevenly",
-    "experts in another order of axes",
-    "ZeRO-3 that gathers more than one unit ahead, or within other groups than a node",
+    f"loss chunks of other than {CHUNK_ROWS:,} rows",
+    f"context degrees above {LARGEST_CONTEXT}",
+    "uneven shares of like layers among a rank's stages",
+    "other places of the expert axis",
+    "ZeRO-3 that gathers more than one unit ahead, or in groups other than a node",
     "fp8 with a scale for each row",
-    "tokens gathered by all experts' ranks",
-    "tokens handed on among other ranks than links are fastest for",
+    "expert dispatch by all-gather",
+    "hierarchical dispatch in groups other than the fastest links",
 )
-LEFT_OUT = f"{', '.join(UNSEARCHED)}, and what --allow would add"
+LEFT_OUT = f"{', '.join(UNSEARCHED)}, and the choices of --allow"
 """Choices that `meshwright predict` prices and no native search looks at unasked."""
 LEFT_OUT_OF_PARTS = LEFT_OUT.removeprefix(f"{UNSEARCHED[0]}, ")
 """The same where all parts of a cluster are looked at."""
@@ -127,8 +127,9 @@ def certificate_of(
     total = sum(account.counts.values())
     return Certificate(
         statement=_statement(step_s, bound_s, total),
-        model=f"the simulated step of plans in which {EXACT}; memory less the process's own, over "
-        f"the framework's memory.tight, is for tensors{space_text(framework)}",
+        model=f"the simulated step of plans in which {EXACT}; tensors have the device's memory, "
+        "less the process's own, divided by memory.tight of the "
+        f"framework{space_text(framework)}",
         solver=solver,
         optimal=bound_s >= step_s * (1 - PROVEN),
         objective_s=step_s,
@@ -166,8 +167,8 @@ def of_parts(
     devices of more than one, of which plans were looked for.
     """
     bound_s = min(certificate.objective_s, *bounds_s)
-    claim = f" That is valid for {len(bounds_s)} parts of the cluster, all devices among them"
-    claim += f"; of {unproven} more nothing is proven" if unproven else ""
+    claim = f" The proof covers {len(bounds_s)} parts of the cluster, the whole included"
+    claim += f"; it does not cover {unproven} more" if unproven else ""
     if fewer:
         claim += f"; {fewer} with some devices of several groups were searched without a proof"
     claim += "."
@@ -196,6 +197,6 @@ def _gap(step_s: float, bound_s: float) -> float:
 def _statement(step_s: float, bound_s: float, configurations: int) -> str:
     gap = percent_text(_gap(step_s, bound_s))
     return (
-        f"The plan takes {step_s:.6g} s a step, none of {configurations:,} configurations less "
-        f"than {bound_s:.6g} s (gap {gap})."
+        f"The plan takes {seconds_text(step_s)} a step. None of {configurations:,} configurations "
+        f"takes less than {seconds_text(bound_s)} (gap {gap})."
     )

@@ -45,7 +45,8 @@ def ways_out(request: Request, fitting: Fitting) -> str:
     ]
     if not remedies:
         return (
-            f"No change of devices or sequence alone, up to {FACTORS[-1]} times, would make it fit."
+            f"Up to {FACTORS[-1]} times the devices, or a sequence up to {FACTORS[-1]} times "
+            "shorter, does not make it fit."
         )
     return f"It would fit {', or '.join(remedies)}."
 

@@ -103,7 +103,7 @@ class LayerKind(Part):
         names = [option.name for option in self.options]
         for name in names:
             if names.count(name) > 1:
-                raise ValueError(f"options: '{name}' stands twice; give each option its own name")
+                raise ValueError(f"options: '{name}' appears twice; give each option its own name")
         return self
 
 
@@ -220,11 +220,11 @@ class Problem(Document):
                     )
         if self.schedule == "custom":
             if self.steady is None:
-                raise ValueError("steady: is missing; a custom schedule says what it is")
+                raise ValueError("steady: is missing; a custom schedule needs it")
             for at, room in enumerate(self.stages):
                 if room.in_flight is None:
                     raise ValueError(
-                        f"stages[{at}].in_flight: is missing; a custom schedule says what it is"
+                        f"stages[{at}].in_flight: is missing; a custom schedule needs it"
                     )
         return self
 
@@ -232,9 +232,9 @@ class Problem(Document):
         if not self.edges:
             for name in ("output_s", "colocated"):
                 if getattr(self, name):
-                    raise ValueError(f"{name}: is of graphs of layers; list their edges too")
+                    raise ValueError(f"{name}: applies to graphs of layers; list their edges too")
             if not self.relayed:
-                raise ValueError("relayed: is of graphs of layers; list their edges too")
+                raise ValueError("relayed: applies to graphs of layers; list their edges too")
             return
         if layers > MOST_GRAPH_LAYERS:
             raise ValueError(
@@ -242,7 +242,7 @@ class Problem(Document):
             )
         for name, instead in (("cut_s", "output_s"), ("hosts", "capacity_bytes of stages")):
             if getattr(self, name):
-                raise ValueError(f"{name}: is of chains; a graph with edges has {instead}")
+                raise ValueError(f"{name}: applies to chains; a graph with edges has {instead}")
         for at, (before, after) in enumerate(self.edges):
             if not before < after < layers:
                 raise ValueError(

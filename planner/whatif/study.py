@@ -234,7 +234,7 @@ class Rental(Part):
             raise ValueError("each_provider goes with neither provider nor a price; leave it out")
         if self.commitment != "reserved" and (self.term_months or self.prepaid):
             raise ValueError(
-                "term_months and prepaid are of a reservation; use commitment: reserved"
+                "term_months and prepaid describe a reservation; use commitment: reserved"
             )
         _check_price(value, self.low, self.high, self.date, self.source, "usd_per_device_hour")
         if value is None:
@@ -344,7 +344,7 @@ class Buying(Part):
         if self.loan is not None and self.lease is not None:
             raise ValueError("loan and lease exclude each other; make an offer of each")
         if self.of and self.lease is not None:
-            raise ValueError("a lease is of whole clusters; leave out `of`")
+            raise ValueError("a lease covers whole clusters; leave out `of`")
         return self
 
 
@@ -701,7 +701,7 @@ class Study(Document):
         if self.models or any(figure is not None for figure in one_run):
             raise ValueError(
                 "jobs name models and tokens; models, tokens, deadline_days, budget_usd and "
-                "day_usd are of one training; leave them out"
+                "day_usd describe one training; leave them out"
             )
         changed = any(offer.solve or offer.tuning for offer in self.offers)
         if changed or self.marginal or self.curves:

@@ -106,14 +106,14 @@ class TrainingIdentity(Part):
             raise DocumentError(
                 "model_digest",
                 f"is {self.model_digest} ({self.model}), but the plan is for {run.model} with "
-                f"{run.model_digest}; this checkpoint is of another model",
+                f"{run.model_digest}; this checkpoint belongs to another model",
                 file=source,
             )
         if self.frozen != run.frozen:
             raise DocumentError(
                 "frozen",
                 f"is {self.frozen or 'nothing'}, and this run would freeze "
-                f"{run.frozen or 'nothing'}; adapters go on with the weights that they were "
+                f"{run.frozen or 'nothing'}; continue adapters with the weights that they were "
                 "trained on (--weights)",
                 file=source,
             )

@@ -64,7 +64,7 @@ def to_huggingface(
     model = read(ModelGraph, source / MODEL)
     if not (source / CONFIG).is_file():
         raise LaunchError(
-            f"{source}: is of the model {model.name}, which transformers does not have; "
+            f"{source}: belongs to the model {model.name}, which transformers does not have; "
             "load its checkpoint with torch.distributed.checkpoint"
         )
     if done.frozen is not None:

@@ -44,8 +44,8 @@ class Conversations:
         if not getattr(self._tokenizer, "is_fast", False):
             raise DocumentError(
                 "tokenizer",
-                "is no fast tokenizer, which says where in a text its tokens stand; save one there "
-                "(tokenizer.json)",
+                "is no fast tokenizer, and token positions in the text are needed; save one "
+                "there (tokenizer.json)",
                 file=str(folder),
             )
         self.folder = folder

@@ -137,7 +137,9 @@ class Pretrained:
             if token is not None:
                 return int(token)
         raise DocumentError(
-            "eos_token", "names no token of the tokenizer; say what ends a text", file=str(file)
+            "eos_token",
+            "is no token of the tokenizer; name the token that ends a text",
+            file=str(file),
         )
 
 

@@ -193,7 +193,8 @@ class ScriptState:
             lacking = next((name for name in names if name not in stored), None)
             if lacking is not None:
                 raise LaunchError(
-                    f"{place}: has no '{lacking.removeprefix('model.')}'; it is of another model"
+                    f"{place}: has no '{lacking.removeprefix('model.')}'; it belongs to another "
+                    "model"
                 )
             self._optimizers.expect(stored)
             state = {name: value for name, value in self.tensors().items() if name in stored}

@@ -253,8 +253,8 @@ def _branches(returned: dict[Any, Any], factory: str, source: str) -> ModuleGrap
         for source_name in inputs:
             if source_name not in (TOKENS, POSITIONS) and source_name not in reads:
                 raise factory_error(
-                    f"'{name}' reads {source_name!r}, which does not stand before it; "
-                    f"before it are {', '.join([TOKENS, *reads])}"
+                    f"'{name}' reads {source_name!r}, which is not defined before it; before it "
+                    f"are {', '.join([TOKENS, *reads])}"
                 )
         modules[name] = module
         reads[name] = tuple(inputs)

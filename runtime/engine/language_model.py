@@ -164,8 +164,8 @@ class LanguageModel:
             starts is not None and starts.shape != targets.shape
         ):
             raise LaunchError(
-                "starts say where the document of each input begins, [sample, seq_len], and are "
-                "given if and only if the engine was made for documents; leave them out else"
+                "starts [sample, seq_len] give the begin of each input's document; an engine "
+                "made for documents needs them, and no other takes them"
             )
         if starts is not None:
             if isinstance(self.adapter, HuggingFace):  # before it leaves for the device

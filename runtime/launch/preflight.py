@@ -195,7 +195,7 @@ def preflight(
         raise LaunchError(f"{plan_path}: {reason}")
     if run.data is None:
         files = data.files(data.standard_library(), suffixes=[".py"])
-        warnings.append(f"no data is named; training on Python's own sources in {files.source}")
+        warnings.append(f"--data is not given; training on Python's own sources in {files.source}")
     else:
         files = data.files(run.data)
     warnings += _drawn(plan, run.weights)
@@ -332,8 +332,8 @@ def check_devices(plan: Plan, device: Device, local_ranks: Mapping[int, int]) ->
     load = os.getloadavg()[0]
     if load > have:
         problems.append(
-            f"load {load:.0f} on {have} cores: other programs run here, so measured seconds will "
-            "mean little"
+            f"other programs load this machine (load {load:.0f} on {have} cores); measured times "
+            "will be unreliable"
         )
     return problems
 
@@ -343,7 +343,9 @@ def checkpoint_to_resume(run: LaunchRun) -> Path | None:
     folder, resume = run.checkpoint, run.resume
     name = "" if folder is None else object_store.shown(folder)
     if run.or_start and not resume:
-        raise LaunchError("or_start: goes with `resume`: go on from a checkpoint, or start")
+        raise LaunchError(
+            "or_start: needs resume; add resume to continue from a checkpoint where there is one"
+        )
     if folder is None:
         if run.checkpoint_every is not None or resume:
             what = "resume" if resume else "checkpoint_every"
@@ -368,7 +370,8 @@ def checkpoint_to_resume(run: LaunchRun) -> Path | None:
         )
     if done >= run.steps and not run.or_start:
         raise LaunchError(
-            f"{saved}: has done {done} steps and {run.steps} are asked for; ask for more to go on"
+            f"{saved}: has done {done} steps and {run.steps} are requested; request more steps "
+            "to continue"
         )
     return saved
 

@@ -102,7 +102,7 @@ def write_orders(
     if held_out is not None and held_out.kind != corpus.kind:
         raise LaunchError(
             f"evaluate: {held_out.source} has {held_out.kind}, and training is on {corpus.kind}; "
-            "hold out what is of the same kind"
+            "give held-out data of the same kind"
         )
     if held_out is not None and held_out.digest == corpus.digest:
         raise LaunchError(f"evaluate: {held_out.source} is what is trained on; hold other text out")

@@ -108,14 +108,16 @@ def _check_node(
         )
     except ValueError:
         raise LaunchError(
-            f"{source}: says node {node} of {nodes} at port {port}; these are whole numbers"
+            f"{source}: node {node} of {nodes} at port {port} is not valid; give whole numbers"
         ) from None
     if not 0 <= node_rank.node < node_rank.nodes:
-        raise LaunchError(f"{source}: says node {node} of {nodes}; nodes count from 0")
+        raise LaunchError(f"{source}: node {node} of {nodes} is not valid; nodes count from 0")
     if not 0 < node_rank.port < 2**16:
-        raise LaunchError(f"{source}: says port {port}; ports are 1 to 65535")
+        raise LaunchError(f"{source}: port {port} is not valid; ports are 1 to 65535")
     if not re.fullmatch(r"[A-Za-z0-9._:%-]+", host):
-        raise LaunchError(f"{source}: says host {host!r}; write a name or an address of node 0")
+        raise LaunchError(
+            f"{source}: host {host!r} is not valid; write a name or an address of node 0"
+        )
     return node_rank if node_rank.nodes > 1 else ALONE
 
 

@@ -223,7 +223,7 @@ class Rendezvous:
             ) from None
         except OSError:
             raise NodeLeft(
-                f"node {other} is gone without a word; its own output may say why", node=other
+                f"node {other} left without a message; see the output of that node", node=other
             ) from None
         reason = _parting(other, message)
         if reason is not None:

@@ -524,8 +524,8 @@ class RecordedStage(nn.Module):
             mine = self.held(name)
             if not isinstance(now, Tensor) or (now.shape, now.dtype) != (mine.shape, mine.dtype):
                 raise RecordError(
-                    f"{name}: is of another shape or type than when it was recorded; give it "
-                    "values of the same, or use a plan without pipeline"
+                    f"{name}: has another shape or type than when it was recorded; give it the "
+                    "same, or use a plan without pipeline"
                 )
             if mine is not now:
                 mine.copy_(now)

@@ -383,8 +383,8 @@ class Notes:
             )
         if _casts() != self._casts:
             raise RecordError(
-                "torch.autocast begins or ends between units; let the plan's precision say in "
-                "which type is computed, put it inside a unit (units=), or train without pipeline",
+                "torch.autocast begins or ends between units; set the type by the plan's "
+                "precision, put it inside a unit (units=), or train without pipeline",
                 where=_here(),
             )
 

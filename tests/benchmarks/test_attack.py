@@ -79,8 +79,8 @@ def test_an_attack_draws_devices_that_are_idle_and_micro_batches_of_any_size() -
         ({}, None),
         ({"pipeline": 3}, "idle devices"),
         ({"micro_batch": 96}, None),
-        ({"loss": ChunkedLoss(rows=64)}, "losses in chunks of other than 1,024 rows"),
-        ({"prefetch": 2}, "ZeRO-3 that gathers more than one unit ahead, or within other groups"),
+        ({"loss": ChunkedLoss(rows=64)}, "loss chunks of other than 1,024 rows"),
+        ({"prefetch": 2}, "ZeRO-3 that gathers more than one unit ahead, or in groups other"),
         ({"scales": "rowwise"}, "fp8 with a scale for each row"),
     ],
 )

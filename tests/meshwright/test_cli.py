@@ -280,7 +280,7 @@ def test_show_writes_a_page_that_needs_no_network_and_a_trace(
     page = Path("page.html").read_text()
     assert "demo-4m on local:2" in page and 'src="http' not in page
     assert "<h2>Alternatives</h2>" in page and "<summary>Proof</summary>" in page
-    assert "the fastest that a search finds" in page and "<td>this plan</td>" in page
+    assert "the best plan of the search" in page and "<td>this plan</td>" in page
     trace = json.loads(Path("trace.json").read_text())["traceEvents"]
     plan = document.read(Plan, "plan.yaml")
     computed = [event for event in trace if event["ph"] == "X"]

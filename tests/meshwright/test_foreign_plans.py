@@ -37,7 +37,7 @@ def test_a_plan_for_another_framework_is_not_launched(
     assert main(["launch", plan_of("torchtitan", tmp_path), *options, "--dry-run"]) == 1
 
     said = " ".join(capsys.readouterr().err.split())
-    assert "framework: is torchtitan" in said
+    assert "framework is torchtitan" in said
     assert "meshwright export" in said
 
 
@@ -47,6 +47,6 @@ def test_a_plan_for_a_framework_that_nobody_knows_is_refused(
 ) -> None:
     assert main([command, plan_of("megatrom", tmp_path)]) == 1
 
-    assert "framework: is 'megatrom'; did you mean 'megatron'" in " ".join(
+    assert "framework is 'megatrom'; did you mean 'megatron'" in " ".join(
         capsys.readouterr().err.split()
     )

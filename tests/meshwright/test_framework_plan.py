@@ -50,7 +50,7 @@ def test_text_says_how_the_configuration_is_written(
     ("options", "message"),
     [
         (["--framework", "megatrom"], "did you mean 'megatron'"),
-        (["--framework", "litgpt"], "framework: is litgpt, whose runs are priced"),
+        (["--framework", "litgpt"], "framework is litgpt, whose runs are priced"),
         (
             ["--framework", "megatron", "--fix", "schedule=zbv"],
             "schedule=zbv: megatron has 1f1b or",

@@ -24,7 +24,7 @@ GROUP: Any = typer.main.get_command(cli.app)
 
 CHOSEN = {"plan", "layout", "yours", "best", "memory", "why", "proof", "change", "warning", "gain"}
 """Labels of what the cost model decides: which plan it is, and why."""
-DETAILS = {"stages", "causes", "compiles"}
+DETAILS = {"stages", "causes", "compile"}
 """Labels of what is left out where there is no room."""
 
 
@@ -147,7 +147,7 @@ def test_proof_and_sources_stand_under_explain(capsys: pytest.CaptureFixture[str
         "\nassumptions\n",
         "The plan takes ",
         "plan and why",
-        "left out  ",
+        "unsearched",
     ):
         assert section in whole
         assert section not in brief
@@ -232,10 +232,10 @@ def shown(facts: Summary) -> str:
         ),
         (
             f"plan.yaml: has {'a' * 40} (known since 1.0; use the newer one), which nothing reads",
-            "meshwright: plan.yaml: has",
+            "meshwright: plan.yaml has",
         ),
         (f"{'/long' * 30}: is no plan; name one", "meshwright: name one"),
-        ("seq_len: is 0; give 1 or more", "meshwright: seq_len: is 0; give 1 or more"),
+        ("seq_len: is 0; give 1 or more", "meshwright: seq_len is 0; give 1 or more"),
     ],
 )
 def test_a_refusal_of_several_lines_begins_with_what_to_do(

@@ -201,7 +201,7 @@ def test_what_is_shared_names_no_host_no_user_and_no_path(
     ("words", "message"),
     [
         (["."], "has no events.jsonl; name the folder of a run"),
-        (["night", "--incident", "7"], "incident: is 7; those of this run are 1"),
+        (["night", "--incident", "7"], "incident is 7; those of this run are 1"),
     ],
 )
 def test_what_is_no_run_or_no_incident_is_refused(

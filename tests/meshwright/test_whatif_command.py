@@ -72,9 +72,9 @@ def test_a_number_of_nodes_is_asked_for_where_it_is_left_open() -> None:
     [
         (
             ["--reserved", "8xh100-sxm-80gb=2.10"],
-            "reserved: is '8xh100-sxm-80gb=2.10'; write a quote",
+            "reserved is '8xh100-sxm-80gb=2.10'; write a quote",
         ),
-        (["--buy", "8xh200-sxm=cheap"], "buy: is '8xh200-sxm=cheap'; write a price"),
+        (["--buy", "8xh200-sxm=cheap"], "buy is '8xh200-sxm=cheap'; write a price"),
         (["--clusters", "8xa10g", "--electricity", "-1"], "electricity"),
         (["--clusters", "8xa10g", "--utilisation", "1.5"], "utilisation"),
         (["--clusters", "8xa10g", "--precision", "fp7"], "precision"),
@@ -85,7 +85,7 @@ def test_a_number_of_nodes_is_asked_for_where_it_is_left_open() -> None:
         (["--buy", "8xh200-sxm", "--wait-months", "6"], "wait-months: changes nothing without"),
         (["--clusters", "8xa10g", "--rent-change", "-0.2"], "rent-change: changes nothing"),
         (["--clusters", "8xa10g", "--solve", "need"], "solve: changes nothing without {n}"),
-        (["--clusters", "8xa10g", "--wait-months", "-3"], "wait-months: is -3"),
+        (["--clusters", "8xa10g", "--wait-months", "-3"], "wait-months is -3"),
     ],
 )
 def test_wrong_flags_are_refused_by_name(

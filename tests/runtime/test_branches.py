@@ -152,7 +152,9 @@ def test_a_plan_that_turns_an_edge_round_is_refused() -> None:
     plain = cases.plan(model, pipeline=2)
     backwards = Plan(**{**dict(plain), "stages": plain.stages[::-1]})
 
-    with pytest.raises(DocumentError, match="'up2' stands before 'down1', whose output it reads"):
+    with pytest.raises(
+        DocumentError, match="'up2' is placed before 'down1', whose output it reads"
+    ):
         backwards.check_model(model)
 
 
@@ -188,7 +190,7 @@ def test_a_graph_has_the_users_names_edges_and_traced_costs() -> None:
     ("name", "message"),
     [
         ("two_ends", "nobody reads b, c; one module alone, the last, gives the loss"),
-        ("backwards", "'b' reads 'a', which does not stand before it; before it are tokens"),
+        ("backwards", "'b' reads 'a', which is not defined before it; before it are tokens"),
         ("nameless", r"'a' is not \(module, name of what it reads, ...\)"),
         ("reserved", "'forward' is taken; choose another name"),
         ("pair", "Pair returns tuple, no tensor"),

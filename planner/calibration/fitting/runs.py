@@ -147,8 +147,8 @@ def common_constants(observed: Sequence[Observed]) -> list[Constant]:
     if len(names) > 1:
         raise DocumentError(
             "accelerator",
-            f"is {', '.join(names)} in these runs; constants are those of one machine: give the "
-            "runs of each apart, or say which with --accelerator",
+            f"is {', '.join(names)} in these runs; constants describe one machine; give the runs "
+            "of one accelerator, or choose it with --accelerator",
         )
     widest = max(observed, key=lambda run: (len(run.cluster.tiers), run.cluster.devices))
     step_s, action_s, slack = widest.usual

@@ -146,7 +146,8 @@ def ways(
             names = ", ".join(dict.fromkeys(text for text, _ in decided))
             raise DocumentError(
                 of,
-                f"has more than {MOST_WAYS} ways through it; say what decides: {names:.200} "
+                f"has more than {MOST_WAYS} ways through it; give the variables that decide: "
+                f"{names:.200} "
                 "(--set NAME=VALUE)",
             )
         planned = waiting.pop()

@@ -42,7 +42,7 @@ class Settings:
             if unknown is not None:
                 raise DocumentError(
                     key,
-                    f"is {word:.60}, which nothing here says; add --set {unknown[1] or key}=VALUE",
+                    f"is {word:.60}, which is not set here; add --set {unknown[1] or key}=VALUE",
                 )
         return result
 

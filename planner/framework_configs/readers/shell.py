@@ -46,7 +46,7 @@ def parsed(
         raise DocumentError(
             of,
             f"runs no command that is known to train{also}; give the script that starts it, or "
-            "say what the script's command line gives it: --set 1=VALUE, --set NAME=VALUE",
+            "set its arguments: --set 1=VALUE, --set NAME=VALUE",
         )
     errors: dict[str, DocumentError] = {}
     configs = [(way, _config_of(way, of, parse, errors)) for way in followed]

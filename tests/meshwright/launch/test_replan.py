@@ -249,7 +249,7 @@ def test_hosts_of_unknown_memory_are_not_planned_for_less(tmp_path: Path) -> Non
     fit = LaunchablePlan(path="p", plan=plan, graph=graph, machine=unknown, measured=None)
     end = RankEnd(cause="out_of_memory", rank=0, after_step=1, on_host=True)
 
-    with pytest.raises(LaunchError, match="nothing says how much memory its hosts have"):
+    with pytest.raises(LaunchError, match="the memory of its hosts is not known"):
         fit.with_less_memory(end, LaunchRun(checkpoint=tmp_path), quiet=True)
 
 

@@ -220,7 +220,7 @@ def test_a_job_with_a_secret_in_it_is_written_for_its_owner_alone(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--on", "pbs"], "known: local, slurm, kubernetes"),
+        (["--on", "pbs"], "known: local, ray, slurm, kubernetes"),
         (["--on", "kubernetes"], "image=NAME is missing"),
         ([*POD, "--job", "partition=gpu"], "'partition' is not known"),
         ([*POD, "--job", "volume=claim"], "write CLAIM:/path"),
@@ -228,7 +228,7 @@ def test_a_job_with_a_secret_in_it_is_written_for_its_owner_alone(
         (["--on", "slurm", "--job", "partition"], "write NAME=VALUE"),
         (["--on", "slurm", "--job", "x=1\n#SBATCH --uid=0"], "write NAME=VALUE"),
         (["--job", "partition=gpu"], "go with --on"),
-        (["--or-start"], "goes with `resume`"),
+        (["--or-start"], "needs resume"),
     ],
 )
 def test_what_cannot_be_a_job_is_refused(
@@ -258,7 +258,7 @@ def test_a_scheduler_that_is_not_here_is_said(
 ) -> None:
     monkeypatch.setenv("PATH", "")
 
-    assert "sbatch: is not on this machine" in refused(capfd, "--on", "slurm")
+    assert "sbatch is not on this machine" in refused(capfd, "--on", "slurm")
     assert not Path("runs").exists()
 
 
@@ -303,7 +303,7 @@ def test_a_script_that_is_not_there_is_refused_before_a_job_is_written(
 ) -> None:
     assert cli.main(["run", "--on", "slurm", "none.py"]) == 1
 
-    assert "none.py: is no file" in capfd.readouterr().err
+    assert "none.py is no file" in capfd.readouterr().err
 
 
 def test_a_job_set_starts_all_pods_again_and_counts_no_notice(

@@ -265,7 +265,7 @@ def test_the_command_of_each_host_can_be_looked_at(
     assert first.endswith("--elastic --nodes 2 --node 0 --rendezvous a:29400")
     assert " a meshwright launch " in first
     assert " --steps 7 --checkpoint saved " in second
-    with pytest.raises(LaunchError, match="hosts: are 2, and the plan is for 1 nodes"):
+    with pytest.raises(LaunchError, match="hosts: are 2, and the plan is for 1 node"):
         launch(str(tmp_path / "p.yaml"), run, Where(hosts="a,b"))
     with pytest.raises(DocumentError, match="node: goes with a launcher on each node"):
         launch(str(tmp_path / "p.yaml"), run, Where(hosts="a", node=0))

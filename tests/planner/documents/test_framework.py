@@ -74,7 +74,7 @@ def test_every_figure_is_read_by_some_formula() -> None:
         ),
         (
             {"basis": [{"fields": ["host.step_s"], "provenance": "fitted", "source": "x"}]},
-            "does not say to how many runs",
+            "add the number of runs",
         ),
         (
             {"basis": 2 * [{"fields": ["host.step_s"], "provenance": "assumed", "source": "x"}]},

@@ -35,7 +35,7 @@ def test_without_edges_the_graph_is_the_chain() -> None:
         ({"layers": []}, "at least one layer"),
         ({"layers": [{"name": "a.0", "kind": "k", "parameters": 1},
                      {"name": "a", "kind": "k", "parameters": 1, "repeat": 2}]},
-         "'a.0' stands twice"),
+         "'a.0' appears twice"),
         ({"edges": [{"source": "a", "target": "z"}]}, "there is no layer 'z'"),
         ({"edges": [{"source": "a", "target": "b"}, {"source": "b", "target": "a"}]},
          r"edges form a cycle \(a -> b\)|\(b -> a\)"),

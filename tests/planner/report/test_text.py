@@ -11,6 +11,7 @@ from rich.console import Console, RenderableType
 from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
 from meshwright.planner.documents.plan import Job, Layout, Stage
 from meshwright.planner.documents.prediction import Certificate
+from meshwright.planner.documents.units import seconds_text
 from meshwright.planner.report.text import answer_text, proof_facts, stages_text, why_text
 from meshwright.planner.requests.pins import Pins
 from meshwright.planner.requests.request import Request
@@ -61,18 +62,19 @@ def test_a_plan_slower_than_the_fastest_has_its_own_gap() -> None:
     assert found.plan.gap == pytest.approx(1 - 7.53 / 8.0)
     assert found.gap == 0.0 and found.optimal and found.objective_s == 7.53
     assert found.statement == (
-        "The plan takes 8 s a step, none of 1,234 configurations less than 7.53 s (gap 5.9 %)."
+        "The plan takes 8 s a step. None of 1,234 configurations takes less than 7.53 s "
+        "(gap 5.9 %)."
     )
 
 
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (0.0, "the fastest that was found"),
-        (0.0004, "the simplest of the fastest plans"),
+        (0.0, "the fastest plan found"),
+        (0.0004, "the simplest of equally fast plans"),
         (
             0.012,
-            "the simplest within 1.2 % of the fastest (a tie: ratios of two plans err by 6 %)",
+            "the simplest plan within 1.2 % of the fastest, a tie: predicted ratios err by 6 %",
         ),
     ],
 )
@@ -113,7 +115,8 @@ def test_an_explanation_has_stages_assumptions_counts_and_finalists(answer: Answ
     counts = answer.certificate.counts.items()
     assert all(f"{name} {count:,}" in text for name, count in counts if count)
     assert all(
-        f"{one.layout}: {one.step_time_s:.6g} s" in text for one in answer.certificate.finalists
+        f"{one.layout}: {seconds_text(one.step_time_s)}" in text
+        for one in answer.certificate.finalists
     )
 
 
@@ -128,7 +131,7 @@ def test_the_bound_of_a_simulated_step_is_below_it(pipeline: int) -> None:
 
     assert proof is not None
     assert 0 < proof.lower_bound_s <= proof.step_time_s
-    assert f"less than {proof.lower_bound_s:.6g} s" in proof.statement
+    assert f"less than {seconds_text(proof.lower_bound_s)} " in proof.statement
 
 
 def test_many_stages_are_told_in_one_line(answer: Answer) -> None:

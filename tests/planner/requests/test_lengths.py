@@ -62,7 +62,7 @@ def test_a_line_without_a_length_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "lengths.jsonl"
     file.write_text('{"text": "words"}\n')
 
-    with pytest.raises(DocumentError, match="line 1 says no number of tokens"):
+    with pytest.raises(DocumentError, match="line 1 has no number of tokens"):
         read_lengths(str(file))
 
 

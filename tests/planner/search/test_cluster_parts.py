@@ -186,7 +186,7 @@ def test_parts_that_are_too_many_are_named(monkeypatch: pytest.MonkeyPatch) -> N
     answer = search_parts(request_of("2x1xh100-sxm-80gb", "demo-4m", 8), effort=BRIEF).answer
     certificate = answer.certificate
     assert (certificate.parts, certificate.unproven_parts) == (1, 1)
-    assert "of 1 more nothing is proven" in certificate.statement
+    assert "it does not cover 1 more" in certificate.statement
     *_, left_out = proof_facts(certificate, whole=True)
     assert left_out.text.startswith("other parts of the cluster, ")
 

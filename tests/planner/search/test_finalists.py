@@ -14,6 +14,7 @@ from meshwright.planner.catalog.expressions import resolve_cluster, resolve_mode
 from meshwright.planner.costs.predict import predict
 from meshwright.planner.documents.plan import Job
 from meshwright.planner.documents.prediction import Certificate
+from meshwright.planner.documents.units import seconds_text
 from meshwright.planner.requests.pins import Pins
 from meshwright.planner.requests.request import Request
 from meshwright.planner.search.answer import Answer
@@ -87,7 +88,7 @@ def test_the_bound_in_the_simulator_is_told_in_words_and_figures(name: str) -> N
     assert 0.7 * finals.objective_s < finals.lower_bound_s <= finals.objective_s
     assert finals.gap == pytest.approx(1 - finals.lower_bound_s / finals.objective_s)
     assert proof.gap == pytest.approx(finals.gap)
-    assert f"configurations less than {finals.lower_bound_s:.6g} s" in proof.statement
+    assert f"takes less than {seconds_text(finals.lower_bound_s)} " in proof.statement
     assert proof.statement == found.certificate.statement
 
 

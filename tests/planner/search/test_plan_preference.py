@@ -67,7 +67,7 @@ def test_a_simpler_plan_may_take_what_two_layouts_ratio_errs_by_in_other_framewo
 
     assert not [axis for axis in AXES if getattr(simplest.plan.layout, axis) > 1]
     assert len(features(fastest.plan)) > len(features(simplest.plan))
-    assert "a tie: ratios of two plans err by 6 %" in why_text(simplest.choices)
+    assert "a tie: predicted ratios err by 6 %" in why_text(simplest.choices)
     assert "plain data parallel +3.0 % (a tie" in why_text(fastest.choices)
     # The proof is about the fastest that was found, and the gap counts against the chosen.
     proof = simplest.certificate.plan
@@ -138,7 +138,7 @@ def test_usual_plans_are_the_best_of_their_kind() -> None:
     assert both.more == pytest.approx(
         both.prediction.step_time_s / answer.prediction.step_time_s - 1
     )
-    assert both.why.startswith("needs tensor, pipeline")
+    assert both.why.startswith("uses tensor, pipeline")
     assert "tensor communication +" in both.why
 
 

@@ -223,7 +223,7 @@ def test_the_same_work_may_go_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_digest": "sha256:other"}, "model_digest: is sha256:other .*of another model"),
+        ({"model_digest": "sha256:other"}, "model_digest: is sha256:other .*to another model"),
         ({"corpus_digest": "sha256:other"}, r"corpus_digest: .* the data \(texts\) has sha256:tex"),
         ({"seq_len": 20}, "seq_len: is 20, but the plan has 10"),
         ({"seed": 6}, "seed: is 6, but the plan has 5"),

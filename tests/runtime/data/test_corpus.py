@@ -332,8 +332,8 @@ def test_a_folder_without_text_is_refused(tmp_path: Path, cache: Path) -> None:
         (lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer.json"),
         (lambda f: (f / "tokenizer.json").write_text("{"), "is no tokenizer"),
         (lambda f: (f / "tokenizer_config.json").write_text("{"), "is not JSON"),
-        (lambda f: (f / "tokenizer_config.json").write_text("[]"), "names no token"),
-        (lambda f: (f / "tokenizer_config.json").unlink(), "names no token"),
+        (lambda f: (f / "tokenizer_config.json").write_text("[]"), "is no token"),
+        (lambda f: (f / "tokenizer_config.json").unlink(), "is no token"),
     ],
 )
 def test_a_broken_tokenizer_folder_is_refused(

@@ -35,7 +35,7 @@ from tests.runtime.rooms import ENOUGH, MODEL, ROOT, Room, plan_of
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"or_start": True}, "or_start: goes with `resume`"),
+        ({"or_start": True}, "or_start: needs resume"),
         ({"steps": 0}, "steps: is 0; it must be more than 0"),
         ({"max_seconds": -1.0}, "max_seconds: is -1; it must be more than 0"),
         ({"max_seconds": float("nan")}, "max_seconds: is nan; it must be more than 0"),
@@ -163,7 +163,7 @@ def fake_checkpoint(folder: Path, step: int) -> Path:
     ("options", "message"),
     [
         ({}, "already has a checkpoint of step 30; resume it, or name another"),
-        ({"resume": True, "steps": 30}, "step-000030: has done 30 steps and 30 are asked for"),
+        ({"resume": True, "steps": 30}, "step-000030: has done 30 steps and 30 are requested"),
         ({"resume": True, "steps": 31}, "step-000030: corpus_digest: is sha256:other"),
     ],
 )

@@ -296,7 +296,7 @@ def test_each_group_is_priced_by_its_own_profile() -> None:
     assert count_on(by_profile.plan, fast) > count_on(plain.plan, fast)
     again = predict(by_profile.plan, case.model, cluster, {"v100-sxm-32gb": slow})
     assert again == by_profile.prediction
-    with pytest.raises(DocumentError, match="say of which, as in --profile a100-sxm-40gb="):
+    with pytest.raises(DocumentError, match="name the kind, as in --profile a100-sxm-40gb="):
         case.search(profile=slow)
     with pytest.raises(DocumentError, match="'v100' is no group"):
         case.search(profile={"v100": slow})
