@@ -130,7 +130,8 @@ def _launch_here(
     if elastic and node_rank.nodes > 1 and not dry_run:
         from meshwright.launch.multi_node import on_nodes  # noqa: PLC0415 - the runtime
 
-        return on_nodes(fit, run, node_rank, shrunk, quiet=quiet)
+        on_all: LaunchResult | None = on_nodes(fit, run, node_rank, shrunk, quiet=quiet)
+        return on_all
     table = VERDICTS if elastic else REPLANNED if replan and node_rank.nodes == 1 else ()
     ends: list[RankEnd] = []
     planned = fit
