@@ -621,9 +621,9 @@ def _with_random_numbers(unit: nn.Module, *, dense: bool = False) -> nn.Module:
         memo[id(buffer)] = with_data(buffer).clone()
     made = deepcopy_module(unit, memo)
     for _, part in _stacks(made):
-        for parameter in part._parameters.values():
-            if parameter is not None and is_overlapping(parameter):
-                parameter.requires_grad_(False)
+        for entry in part._parameters.values():
+            if entry is not None and is_overlapping(entry):
+                entry.requires_grad_(False)
     return made
 
 

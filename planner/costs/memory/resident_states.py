@@ -260,8 +260,8 @@ class ResidentStates:
         self.wide = weights == "nf4" and framework.types.wide_frozen
         """True if the part of a frozen model not in 4 bits is fp32, where nothing is divided."""
         if self.wide:
-            ends, wide = self._types_of_ends, float(FP32)
-            ends[0] = replace(ends[0], frozen=wide, frozen_stored=wide)
+            ends, fp32 = self._types_of_ends, float(FP32)
+            ends[0] = replace(ends[0], frozen=fp32, frozen_stored=fp32)
         self._gathers_narrow = (
             job.precision in EIGHT_BITS and "parameters" in framework.eight_bit.gathered
         )
