@@ -116,7 +116,9 @@ TARGETS = {"every product": ("all-linear",), "attention": ("q_proj", "v_proj")}
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("targets", TARGETS)
+@pytest.mark.parametrize(
+    "targets", ["every product", pytest.param("attention", marks=pytest.mark.matrix)]
+)
 def test_what_has_no_gradient_keeps_no_input(targets: str) -> None:
     """Products without adapters keep nothing, nor do frozen norms for their weights."""
     figures = {"heads": 8, "kv_heads": 4, "head_dim": 16, "vocab_size": 256, "max_positions": 512}

@@ -188,7 +188,18 @@ def test_losses_are_those_of_a_plain_model_with_the_restored_weights() -> None:
 
 
 @pytest.mark.ranks
-def test_packed_weights_are_there_once_and_restored_ones_while_they_multiply() -> None:
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [("nf4", "none", 0.5)],
+        pytest.param(
+            [("mxfp4", "full", 0.5), ("fp8", "none", 1.0)], id="others", marks=pytest.mark.matrix
+        ),
+    ],
+)
+def test_packed_weights_are_there_once_and_restored_ones_while_they_multiply(
+    rows: list[tuple[FrozenWeights, str, float]],
+) -> None:
     """The live-memory watch beside the prediction, of a model whose weights outweigh all else."""
     model = wide()
     lora = Lora(rank=2, targets=("query", "value"))
@@ -196,13 +207,13 @@ def test_packed_weights_are_there_once_and_restored_ones_while_they_multiply() -
         memory_plan(
             model, lora.model_copy(update={"weights": weights}), precision="bf16", recompute=again
         )
-        for weights, again in (("nf4", "none"), ("mxfp4", "full"), ("fp8", "none"))
+        for weights, again, _ in rows
     ]
 
     (held,) = on_ranks(1, held_bytes, plans, model)
 
     blocks = sum(layer.parameters for name, layer in model.chain if name not in ENDS)
-    for made, found, each in zip(plans, held, (0.5, 0.5, 1.0), strict=True):
+    for made, found, (*_, each) in zip(plans, held, rows, strict=True):
         ends = sum(layer.parameters for _, layer in model.chain) - blocks
         assert found.frozen == pytest.approx(each * blocks + 2 * ends, rel=0.01)
         [stage] = predict(made, model, cluster()).stages
