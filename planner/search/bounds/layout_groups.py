@@ -86,6 +86,7 @@ if TYPE_CHECKING:
     from meshwright.planner.costs.cost_cache import KindFigures
     from meshwright.planner.costs.layer_cost_breakdown import Moved
     from meshwright.planner.frameworks.native_limits import Rules
+    from meshwright.planner.requests.pins import Pins
     from meshwright.planner.requests.request import Request
     from meshwright.planner.solver.bounds.path_bounds import Floats
     from meshwright.planner.solver.partition_problem import Instance
@@ -255,15 +256,20 @@ class Configurations:
         return replace(instance, sizes=asked) if asked else instance
 
     def repeats(self, layout: Layout) -> bool:
-        """Return whether a layout is ZeRO-2 where ZeRO-1 does the same and can be chosen too.
+        """Return whether a layout is ZeRO-2 where ZeRO-1 does the same and can be chosen too."""
+        return repeats_zero_1(layout, self.pins, self.refusal)
 
-        Under a pipeline, and where a step has one micro-batch, both reduce gradients once and hold
-        the same (meshwright.planner.costs.memory.state_bytes, meshwright.planner.costs.sharding).
-        """
-        if layout.zero != 2 or (layout.pipeline == 1 and layout.micro_batches > 1):
-            return False
-        simpler = replace(layout, zero=1)
-        return self.pins.allow(simpler) and self.refusal(simpler) is None
+
+def repeats_zero_1(layout: Layout, pins: Pins, refusal: Refusal) -> bool:
+    """Return whether a layout is ZeRO-2 where ZeRO-1 does the same and can be chosen too.
+
+    Under a pipeline, and where a step has one micro-batch, both reduce gradients once and hold the
+    same (meshwright.planner.costs.memory.state_bytes, meshwright.planner.costs.sharding).
+    """
+    if layout.zero != 2 or (layout.pipeline == 1 and layout.micro_batches > 1):
+        return False
+    simpler = replace(layout, zero=1)
+    return pins.allow(simpler) and refusal(simpler) is None
 
 
 class ShardingCosts(NamedTuple):

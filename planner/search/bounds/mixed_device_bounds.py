@@ -36,7 +36,7 @@ from meshwright.planner.documents.tolerances import ROUNDING, SLACK
 from meshwright.planner.schedules import schedule_of
 from meshwright.planner.schedules.memory_peaks import fullest
 from meshwright.planner.search.bounds.dominance import dominates, twins
-from meshwright.planner.search.bounds.layout_groups import executable_families
+from meshwright.planner.search.bounds.layout_groups import executable_families, repeats_zero_1
 from meshwright.planner.search.offload_choices import activations
 from meshwright.planner.search.partition.layout_partition import layout_pace, unkept
 from meshwright.planner.search.partition.stage_size_rows import not_required, required_rows
@@ -84,9 +84,9 @@ class GroupCandidates:
                 return lacking
         return self._executes(layout)
 
-    def repeats(self, _: Layout) -> bool:
-        """Return whether another layout does the same: never, since costs tell (`dominator`)."""
-        return False
+    def repeats(self, layout: Layout) -> bool:
+        """Return whether another layout does the same."""
+        return repeats_zero_1(layout, self.pins, self.refusal)
 
     def rows(self, layout: Layout) -> Rows | None:
         """Return how many entries ranks of several stages may hold by what is required of them.
