@@ -10,8 +10,13 @@ from meshwright.planner.framework_configs.readers.parsed_config import ParsedCon
 
 
 def read(text: str) -> ParsedConfig:
-    """Return the settings of the configuration."""
-    return of_settings(limits.json_settings(text, "deepspeed"))
+    """Return the settings of the configuration, which is all that is said of the run."""
+    config = of_settings(limits.json_settings(text, "deepspeed"))
+    if config.recompute == "none":
+        config.assumed.append(
+            "no block is recomputed, which the script says: model.gradient_checkpointing_enable()"
+        )
+    return config
 
 
 def of_settings(data: dict[str, Any]) -> ParsedConfig:
