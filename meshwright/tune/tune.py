@@ -377,9 +377,11 @@ def _folder(output: str) -> Path:
 
     >>> str(_folder("runs/plan.yaml"))
     'runs/plan-trials'
+    >>> str(_folder("/")), str(_folder("."))
+    ('/trials', 'trials')
     """
     path = Path(output)
-    return path.with_name(f"{path.stem}-trials")
+    return path.with_name(f"{path.stem}-trials") if path.name else path / "trials"
 
 
 def _options(data: str | None, tokenizer: str | None, *, trust_code: bool) -> tuple[str, ...]:
