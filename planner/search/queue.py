@@ -111,6 +111,8 @@ class SearchSpace(ABC):
 
     keeps_ties = True
     """True if layouts that tie, or are the best of their kind, are wanted as finalists too."""
+    passed_over_s = math.inf
+    """Lower bound in seconds of layouts that others like them stand for."""
     groups = 1
     """Levels of groups; the next is that of layouts with the bound of their group."""
 

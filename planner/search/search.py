@@ -156,7 +156,7 @@ def search(
         top=(chosen, *others)[:top],
         finalists=tuple(order),
         closed_form=every[0],
-        closed_form_bound_s=goal.bound_s(),
+        closed_form_bound_s=min(goal.bound_s(), *(space.passed_over_s for space in spaces)),
         solved=goal.solved,
         candidates=tuple(space.candidates for space in spaces if isinstance(space, ChainSpace)),
     )

@@ -91,6 +91,7 @@ class MixedSpace(GroupSpace):
         self._known_instances: dict[Layout, Any] = {}
         self._bounded_alike: Counter[tuple[object, ...]] = Counter()
         """Layouts with a split within memory that differ in sharing and loss alone."""
+        self._communicated_s: dict[Layout, float] = {}
 
     def refusal(self, layout: Layout) -> str | None:
         """Return why no plan is made of a layout, or None if one can be."""
@@ -109,9 +110,14 @@ class MixedSpace(GroupSpace):
         """Lower bounds on a layout's seconds, and what falls to each."""
         return [
             (BOUNDS[COMPUTATION], lambda _: 0.0),
-            (BOUNDS[COMMUNICATION], self.candidates.communication_s),
+            (BOUNDS[COMMUNICATION], self._communication_s),
             (BOUNDS[MEMORY], self._memory_s),
         ]
+
+    def _communication_s(self, layout: Layout) -> float:
+        """Return the bound with what is sent, which is kept."""
+        least_s = self._communicated_s[layout] = self.candidates.communication_s(layout)
+        return least_s
 
     def problem(self, layout: Layout, chains: dict[str, Instance]) -> GraphInstance:
         """Return the partition problem of a layout from those of the groups."""
@@ -128,6 +134,7 @@ class MixedSpace(GroupSpace):
         alike = kind(layout), timetable(layout), layout.micro_batch, Saving.of_layout(layout)
         many = layout.pipeline > 1 and self._bounded_alike.total() >= MOST_BOUNDED
         if many and self._bounded_alike[alike] >= ALIKE:
+            self.passed_over_s = min(self.passed_over_s, self._communicated_s.get(layout, 0.0))
             return Pruned(UNFINISHED)
         if self.candidates.dominator(layout) is not None:
             return Pruned(DOMINATED)
