@@ -63,6 +63,8 @@ MEASURED = re.compile(r"local|\blaunch\b|\brun\b|\bprofile\b|\bwatch\b")
 """Commands whose figures are those of this machine."""
 UNITS = "ms|µs|s|MiB|GiB|KiB|%|tokens/s"
 LONGEST_S = 600
+PLAN = "meshwright plan demo-4m --cluster local:2 --seq-len 64 --global-batch 8 -o plan.yaml"
+"""The plan of a user who comes to a page with one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +177,9 @@ def run_page(page: Path, folder: Path) -> Iterator[Outcome]:
         if command.reason is not None:
             yield Outcome(command, "not here", command.reason)
             continue
+        needs_plan = "plan.yaml" in command.text and "-o plan.yaml" not in command.text
+        if needs_plan and not (folder / "plan.yaml").exists():
+            subprocess.run(["bash", "-c", PLAN], cwd=folder, env=environment, check=True)
         if "solve problem.yaml" in command.text:
             (folder / "problem.yaml").write_text(command.document)
         try:

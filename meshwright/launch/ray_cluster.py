@@ -108,11 +108,11 @@ class NodeLauncher:
             code = self._process.wait(POLL_S)
             for pump in self._pumps:  # what a process that is left behind holds open has its end
                 pump.join(LAST_S)
-        found = []
+        printed = []
         with contextlib.suppress(queue.Empty):
             while True:
-                found.append(self._output.get_nowait())
-        return found, code
+                printed.append(self._output.get_nowait())
+        return printed, code
 
     def signal(self, number: int) -> None:
         """Send the launcher a signal."""
@@ -212,8 +212,8 @@ def _newest(saved: Path | None) -> str | None:
     """Return the name of the newest checkpoint, None if there is none that is seen from here."""
     from meshwright.runtime.checkpoint.checkpoint import newest  # noqa: PLC0415 - it takes torch
 
-    found = None if saved is None else newest(saved)
-    return None if found is None else found.name
+    checkpoint = None if saved is None else newest(saved)
+    return None if checkpoint is None else checkpoint.name
 
 
 def _arguments(command: HostCommand, node: int, rendezvous: str) -> list[str]:
@@ -293,9 +293,9 @@ class _RayAttempt:
         asked = {"version": version(), "files": files, "devices": self._command.devices}
         problems = self._all(node.actor.check.remote(asked) for node in nodes)
         wrong = [
-            f"node {node.number}: {'; '.join(found)}"
-            for node, found in zip(nodes, problems, strict=True)
-            if found
+            f"node {node.number}: {'; '.join(differences)}"
+            for node, differences in zip(nodes, problems, strict=True)
+            if differences
         ]
         if wrong:
             raise LaunchError(f"on: {'; '.join(wrong[:8])}")
@@ -381,7 +381,7 @@ class _RayAttempt:
     def _heeded(self, nodes: Sequence[_RayNode]) -> Iterator[None]:
         """Hand signals on to the launchers: the first is a notice, the next ends all at once."""
 
-        def hand_on(number: int, _: object) -> None:
+        def forward_signal(number: int, _: object) -> None:
             self._signals += 1
             sent = signal.SIGTERM if self._signals == 1 else signal.SIGINT
             for node in nodes:
@@ -389,7 +389,7 @@ class _RayAttempt:
                     node.actor.signal.remote(int(sent))
 
         numbers = (signal.SIGINT, *SIGNALS)
-        before = {number: signal.signal(number, hand_on) for number in numbers}
+        before = {number: signal.signal(number, forward_signal) for number in numbers}
         try:
             yield
         finally:

@@ -23,7 +23,7 @@ from meshwright.planner.framework_configs.torchtitan import MODULES, REGISTERED
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """What a start command is made of."""
+    """Parts of a start command."""
 
     wanted: FrameworkPlan
     to: str
