@@ -28,7 +28,7 @@ from meshwright.runtime.run.run_folder import Device
 MOST_S = 120.0
 """Wall clock of the whole check."""
 LINKS_S = 20.0
-"""Of it for messages, which end earlier where they are even."""
+"""Seconds of the check for messages between ranks; it ends earlier where these are even."""
 MOST_RANKS = 32
 """Up to so many ranks all pairs are timed, and one rank of each node else."""
 COPIES = ("host_to_device_bytes_per_s", "device_to_host_bytes_per_s")

@@ -154,7 +154,7 @@ class _Elsewhere:
     name: str
     usd_per_device_hour: float
     against: str
-    """What it is beside the first at the study's prices."""
+    """Comparison with the first candidate at the study's prices."""
 
 
 def _cheaper_elsewhere(result: Result, model: str) -> Iterator[tuple[_Elsewhere, float | None]]:

@@ -36,7 +36,7 @@ since the receive stands right behind the send."""
 MOST_GATHERED = 3
 """Stages of a rank whose divided parameters are gathered at a time."""
 Way = Literal["F", "B"]
-"""Which way a message goes: an activation to the next stage, or a gradient back."""
+"""Direction of a message: F takes an activation to the next stage, B a gradient back."""
 Message = dist.Work | None
 Verb = Literal["run", "receive", "gather", "let go"]
 

@@ -14,7 +14,7 @@ from meshwright.planner.system.safe_files import open_below
 GROW = "MESHWRIGHT_GROW"
 """Names, to each rank of a run that may grow, the file that asks for it."""
 REASON = "to go on on more nodes, ranks have ended after a save"
-"""What is said of an end that was asked for."""
+"""Message about ranks that ended so that the run can grow."""
 TIMES = 2.0
 """Ratio of gain to cost above which a run grows."""
 

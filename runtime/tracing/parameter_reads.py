@@ -1,4 +1,4 @@
-"""Which parameters of a module something else reads than the module that has them.
+"""Finds parameters that something other than their own module reads.
 
 One forward runs without data.  A parameter is its owner's alone where each function that gets it
 is called inside of the owner's forward; another module, or a function between modules, may take

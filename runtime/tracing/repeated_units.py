@@ -25,12 +25,12 @@ from meshwright.runtime.core.side_effects import Changes
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.Size, torch.device)
 """Types whose values are compared; other objects are alike where they are the same one."""
 NUMBER = "_idx"
-"""How the name of an attribute ends that has the number of a block among its like."""
+"""Ending of the names of attributes that number a block among blocks of its kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnitRun:
-    """What a unit gave, and what was seen of it."""
+    """Result of a recorded unit, and the effects that its forward had."""
 
     result: Any
     operators: int
@@ -39,7 +39,7 @@ class UnitRun:
     """Random numbers were drawn, by torch or by Python."""
     drew_python: bool = False
     changes: bool = False
-    """What it was given has changed, or sizes that it gives depend on values."""
+    """The unit changed its arguments, or sizes of its result depend on values."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,7 +85,7 @@ class BackwardOrder:
         self._root, self._units = root, tuple(units)
         self._chain: Tensor | None = None
         self._done: Counter[tuple[FSDPModule, Callable[[FSDPModule], None]]] = Counter()
-        """How often the calls of units have begun and ended in a forward."""
+        """Number of times that each unit's call began and ended in a forward."""
         for unit in units:
             assert isinstance(unit, nn.Module)
             # Before FSDP's own hook, whose node ends the unit's backward where gradients come by.

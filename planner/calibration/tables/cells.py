@@ -12,7 +12,7 @@ from collections.abc import Mapping
 Row = Mapping[str, str]
 
 NOT_KNOWN = " taken as not known"
-"""How what is assumed of a run ends where its table says what nobody understands."""
+"""Ending of an assumption about a run whose table has words that are not understood."""
 MOST = 1e15
 """Bound above every count that a table can mean."""
 

@@ -65,8 +65,8 @@ Split = GraphSolution | Infeasible | CutOff | Unfinished
 MOST_BOUNDED = 50
 """Layouts along a pipeline that are bounded within memory, whatever they have in common."""
 ALIKE = 1
-"""Of all further ones, those that are bounded so of the layouts that differ in sharing and loss
-alone: they are near one another in the closed form, and the simulated step decides."""
+"""Further layouts bounded within memory of those that differ in sharing and loss alone.
+Their closed forms are near one another, and the simulated step decides."""
 
 
 class MixedSpace(GroupSpace):
