@@ -112,12 +112,6 @@ BREAKS = {
         ),
         finding="loss of step|weights",
     ),
-    "data": Break(
-        what="what is gone on from is not compared with the data",
-        lines=((LOOP, "        kept.identity.check(self._identity, source=source)\n", ""),),
-        finding="loss of step",
-        faults=("data replaced",),
-    ),
     "saved": Break(
         what="the last step is not saved",
         lines=(
