@@ -292,7 +292,7 @@ def proof_facts(certificate: Certificate, *, whole: bool = False) -> Iterator[Fa
         unsearched = LEFT_OUT if certificate.parts is None else LEFT_OUT_OF_PARTS
         if certificate.unproven_parts is not None:
             unsearched = LEFT_OUT_OF_SOME
-        yield Fact(label="unsearched", text=unsearched)
+        yield Fact(label="excluded", text=unsearched)
     else:
         if proof.gap < ROUNDED:
             text = f"no faster plan among {certificate.configurations:,} configurations"
@@ -400,7 +400,7 @@ def certificate_facts(certificate: Certificate) -> Iterator[Fact]:
     """Yield the counts behind a proof, the closest losers, and the plans that were simulated."""
     counts = ", ".join(f"{name} {count:,}" for name, count in certificate.counts.items() if count)
     yield Fact(label="counts", text=counts)
-    yield Fact(label="proven for", text=certificate.model)
+    yield Fact(label="scope", text=certificate.model)
     for loser in certificate.runners_up:
         figure = f"at least {seconds_text(loser.lower_bound_s)}"
         yield Fact(label="loser", text=f"{loser.layout}: {figure} ({loser.reason})")

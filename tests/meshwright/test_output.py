@@ -147,7 +147,7 @@ def test_proof_and_sources_stand_under_explain(capsys: pytest.CaptureFixture[str
         "\nassumptions\n",
         "The plan takes ",
         "plan and why",
-        "unsearched",
+        "excluded  ",
     ):
         assert section in whole
         assert section not in brief
