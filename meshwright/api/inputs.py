@@ -63,11 +63,11 @@ def _named_model(text: str, seq_len: int | None) -> ModelGraph:
         raise DocumentError("", "is not there; name a file that exists", file=text)
     try:
         return resolve_model(text)
-    except DocumentError as found:
-        error = found if found.file or not is_there(text) else found.in_file(text)
+    except DocumentError as refusal:
+        error = refusal if refusal.file or not is_there(text) else refusal.in_file(text)
         # Only of a type without figures here: another error is not the recorder's.
         if error.path != "model_type" or importlib.util.find_spec("transformers") is None:
-            raise error from found
+            raise error from refusal
         try:
             is_path = is_there(text) or not hub.is_hub_name(text)
             folder = text if is_path else str(hub.config_file(text).parent)

@@ -94,8 +94,9 @@ def run_attempt(
             copies=COPIES_SHARE if asked.elastic else 0.0,
         )
 
-    if not asked.again and not asked.dry_run and not asked.quiet:
-        warn_of_host_memory(fit, prediction, elastic=asked.elastic)
+    caution = None
+    if not asked.again and not asked.dry_run:
+        caution = host_memory_caution(fit, prediction, elastic=asked.elastic)
     report = start(
         replace(
             asked,
@@ -104,6 +105,7 @@ def run_attempt(
             model=graph,
             nodes=devices if node_rank.nodes > 1 else (),
             prediction=prediction,
+            caution=caution,
             saves=saves,
             expect=expect if run.checkpoint is not None else None,
             # Copies are newer than the last comparison of replicas; checkpoints are compared first.
@@ -117,8 +119,10 @@ def run_attempt(
     )
 
 
-def warn_of_host_memory(fit: LaunchablePlan, prediction: Prediction, *, elastic: bool) -> None:
-    """Say what ranks and launcher of this node should take of host memory, if it is too much."""
+def host_memory_caution(
+    fit: LaunchablePlan, prediction: Prediction, *, elastic: bool
+) -> str | None:
+    """Return what ranks and launcher of this node should take of host memory, if it is too much."""
     from meshwright.runtime.launch.host_memory_limits import (  # noqa: PLC0415 - the runtime
         available_bytes,
         memory_problem,
@@ -126,7 +130,7 @@ def warn_of_host_memory(fit: LaunchablePlan, prediction: Prediction, *, elastic:
 
     group = fit.machine.groups[0]
     on_host = group.accelerator.kind == "cpu"
-    problem = memory_problem(
+    return memory_problem(
         ranks=min(fit.plan.mesh.devices, group.devices_per_node),
         process_bytes=max(
             stage.host_bytes + (stage.peak_memory_bytes if on_host else 0.0)
@@ -135,8 +139,6 @@ def warn_of_host_memory(fit: LaunchablePlan, prediction: Prediction, *, elastic:
         copies_bytes=copy_bytes(fit) if elastic else 0.0,
         available=available_bytes(),
     )
-    if problem is not None:
-        print(f"meshwright: warning: {problem}", file=sys.stderr)
 
 
 def with_interval(

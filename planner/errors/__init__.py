@@ -17,6 +17,8 @@ Anything else that escapes is a bug in Meshwright, and the command line says so.
 
 from __future__ import annotations
 
+from meshwright.planner.errors.shown import one_line
+
 
 class MeshwrightError(Exception):
     """Root of the errors a user can act on."""
@@ -32,7 +34,8 @@ class DocumentError(MeshwrightError):
         self.path = path
         self.message = message
         self.file = file
-        super().__init__(": ".join(part for part in (file, path, message) if part))
+        where = (one_line(part) for part in (file, path) if part)
+        super().__init__(": ".join((*where, message) if message else where))
 
     def __reduce__(self) -> tuple[object, ...]:
         """Go to other processes as it is: its text alone would not make it again."""

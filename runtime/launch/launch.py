@@ -195,7 +195,7 @@ def _begin_attempt(
 def _warn(ready: Preflight, asked: Launch, say: Terminal) -> None:
     if asked.again:
         return
-    for warning in ready.warnings:
+    for warning in (*ready.warnings, *([asked.caution] if asked.caution else [])):
         say.print(f"warning: {warning}")
     elastic = asked.elastic and not asked.dry_run
     if elastic and ready.plan.mesh.data_replicate == 1 and ready.ranks.world > 1:

@@ -39,6 +39,8 @@ class Launch:
 
     prediction: Prediction | None = None
     """With it the report has the MFU, and steps that leave its range are named."""
+    caution: str | None = None
+    """Printed as a warning once the plan, the devices and the data are checked."""
     expect: Callable[[int], Expected] | None = None
     """Expected seconds of a number of steps by part, which the report compares."""
     saves: SaveFigures | None = None

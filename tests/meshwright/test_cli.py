@@ -542,5 +542,5 @@ def test_a_number_that_no_record_takes_is_refused_in_our_words(
     assert cli.main(["launch", plan, "--dry-run", "--scale-up-after", value]) == 1
 
     said = capsys.readouterr().err
-    assert said.startswith("meshwright: scale-up-after: is ")
+    assert said.startswith("meshwright: scale-up-after is ")
     assert "Traceback" not in said

@@ -96,7 +96,7 @@ def test_a_received_plan_writes_no_script(name: str, capfd: pytest.CaptureFixtur
         assert cli.main(["launch", "plan.yaml", "--dry-run", "--on", *on]) == 1
         output = capfd.readouterr()
         assert output.out == ""
-        assert "plan.yaml: model.name: is" in output.err
+        assert "plan.yaml: model.name is" in output.err
 
 
 @pytest.mark.parametrize("name", [LINES.replace("/", "-"), "x" * 201, "\x1b[2J"])
