@@ -94,11 +94,11 @@ def test_no_cluster_anywhere_is_told_with_every_way_to_name_one(
     ("text", "message"),
     [
         ("clutser: local\n", "clutser: unknown key; did you mean 'cluster'?"),
-        ("precision: bf61\n", 'precision: is "bf61"'),
+        ("precision: bf61\n", 'precision is "bf61"'),
         ("cluster: !!python/object/apply:os.system [true]\n", "python/object"),
         ("- cluster\n", "a file of defaults is a mapping"),
         ('cluster: "a\\nb"\n', "write one line of printable characters"),
-        ("format: 2\n", "format: "),
+        ("format: 2\n", "format is 2"),
     ],
 )
 def test_what_the_file_may_not_say_is_refused_with_its_name(
@@ -109,7 +109,9 @@ def test_what_the_file_may_not_say_is_refused_with_its_name(
     assert cli.main(ASKED) == 1
 
     told = capsys.readouterr().err
-    assert told.startswith(f"meshwright: {file}: ") and message in told
+    assert (
+        told.startswith((f"meshwright: {file}: ", f"meshwright: {file} is [")) and message in told
+    )
 
 
 def test_a_variable_that_is_no_precision_is_refused_by_its_name(
@@ -119,7 +121,7 @@ def test_a_variable_that_is_no_precision_is_refused_by_its_name(
 
     assert cli.main([*ASKED, "--cluster", "1xa100-sxm-80gb"]) == 1
 
-    assert "MESHWRIGHT_PRECISION: is 'fp17'; did you mean" in capsys.readouterr().err
+    assert "MESHWRIGHT_PRECISION is 'fp17'; did you mean" in capsys.readouterr().err
 
 
 def test_a_file_that_is_named_must_be_there_and_an_empty_name_is_none(tmp_path: Path) -> None:

@@ -92,7 +92,10 @@ def test_adapters_alone_are_reduced_and_the_frozen_rest_is_gathered() -> None:
 
 
 def test_scales_of_four_bits_are_whole_on_every_rank() -> None:
-    """QLoRA with bitsandbytes: 4 bytes for 64 weights, attributes that sharding does not know."""
+    """QLoRA with bitsandbytes: scales are attributes that sharding does not know.
+
+    They are rounded themselves: a byte for 64 weights, and 4 for 256 of these.
+    """
     types = state_types(frameworks()["transformers"], "bf16", weights="nf4")
 
     def held(shard: int, offload: Offload = "none") -> float:
@@ -107,11 +110,11 @@ def test_scales_of_four_bits_are_whole_on_every_rank() -> None:
         )
         return frozen_states(64e6, sharing).resident_bytes
 
-    assert held(1) == pytest.approx(32e6 + 4e6)
-    assert held(8) == pytest.approx(32e6 / 8 + 4e6)
-    assert held(8, "parameters") == pytest.approx(4e6)
-    # Rounded themselves, as fsdp_qlora has them: a byte for 64, and 4 for 256 of these.
-    assert frameworks()["fsdp_qlora"].types.scales == pytest.approx(1 / 64 + 4 / 256 / 64, rel=1e-3)
+    scales = 64e6 * (1 / 64 + 4 / 256 / 64)
+    assert held(1) == pytest.approx(32e6 + scales, rel=1e-3)
+    assert held(8) == pytest.approx(32e6 / 8 + scales, rel=1e-3)
+    assert held(8, "parameters") == pytest.approx(scales, rel=1e-3)
+    assert frameworks()["fsdp_qlora"].types.scales == frameworks()["transformers"].types.scales
 
 
 def test_preferences_have_pairs_and_a_reference_that_runs_forward() -> None:

@@ -466,7 +466,7 @@ def test_pins_that_the_framework_refuses_everywhere_say_so() -> None:
 
     # Other schedules use all devices and divide this batch: that is not what is in the way.
     assert str(raised.value).endswith(
-        "Nothing else keeps all that is fixed (pp, schedule); fix less"
+        "No other layout keeps all that is fixed (pp, schedule); fix less"
     )
 
 
