@@ -167,7 +167,8 @@ def test_a_spare_takes_its_place_first(tmp_path: Path) -> None:
         (14, None, False, False),
         (14, "grow", False, False),
         (14, "max_seconds", False, True),
-        (14, None, True, True),
+        (14, None, True, False),
+        (40, None, True, True),
         (40, None, False, True),
     ],
 )
