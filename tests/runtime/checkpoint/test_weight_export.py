@@ -172,7 +172,7 @@ def test_the_command_says_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFi
     assert sorted(told["files"]) == sorted(path.name for path in Path(target).iterdir())
     assert main(["export", source, "--to", "onnx", "-o", target]) == 1
     assert (
-        "to: is 'onnx'; a checkpoint is exported to huggingface, its adapters to peft"
+        "to is 'onnx'; a checkpoint is exported to huggingface, its adapters to peft"
         in capsys.readouterr().err
     )
 
