@@ -389,9 +389,14 @@ def _attempt(
     ranks, watch = started.ranks, _ScriptWatch(started, progress, alone=node_rank.nodes == 1)
     if started.survival.elastic:
         log_event(started, _begun(started))
+
+    def ended_by(bad: BadEnd) -> _Ended:
+        how, rest = _how(bad, started.folder), _log_of(started, bad)
+        return _Ended(how, rest, _end_of(started, bad, after_step=watch.after_step))
+
     try:
-        bad = _supervise(started, node_rank, watch, say)
-    except HandedOver:
+        _supervise(started, node_rank, watch, say, ended_by)
+    except (HandedOver, _Ended):
         raise
     except RanksHang as error:
         write_incident(started, error, after_step=watch.after_step)
@@ -401,9 +406,6 @@ def _attempt(
             cause="hang", rank=min(ranks.devices), after_step=watch.after_step, waits=True
         )
         raise _Ended(str(error), end=end) from None
-    if bad is not None:
-        how, rest = _how(bad, started.folder), _log_of(started, bad)
-        raise _Ended(how, rest, _end_of(started, bad, after_step=watch.after_step))
 
 
 def _log_of(started: _Started, bad: BadEnd) -> str:
@@ -414,9 +416,13 @@ def _log_of(started: _Started, bad: BadEnd) -> str:
 
 
 def _supervise(
-    started: _Started, node_rank: NodeRank, watch: _ScriptWatch, say: Callable[[str], None]
-) -> BadEnd | None:
-    """Run this node's ranks with those of all nodes to their end; return a bad one."""
+    started: _Started,
+    node_rank: NodeRank,
+    watch: _ScriptWatch,
+    say: Callable[[str], None],
+    error_of: Callable[[BadEnd], Exception],
+) -> None:
+    """Run this node's ranks with those of all nodes to their end; raise the error of a bad one."""
     folder, ranks, agent = started.folder, started.ranks, watch.agent
     with Rendezvous(
         node_rank,
@@ -469,10 +475,10 @@ def _supervise(
             )
             watch.progress.refresh(now=True)
             after_step = watch.after_step
-        if bad is None:
-            rendezvous.all_gather("done")  # nodes leave together
-            _hand_over(started, after_step)
-    return bad
+        if bad is not None:
+            raise error_of(bad)  # from here, so that the other nodes learn of it
+        rendezvous.all_gather("done")  # nodes leave together
+        _hand_over(started, after_step)
 
 
 def _hand_over(started: _Started, after_step: int) -> None:
@@ -651,7 +657,13 @@ def run_epoch(
         log_event(started, _begun(started))
         watch = _ScriptWatch(started, progress, alone=node_rank.nodes == 1, asked=asked)
         try:
-            bad = _supervise(started, node_rank, watch, say)
+            _supervise(
+                started,
+                node_rank,
+                watch,
+                say,
+                lambda bad: _error_of(started, bad, after_step=watch.after_step),
+            )
         except (RanksHang, RankSlow) as error:
             write_incident(started, error, after_step=watch.after_step)
             raise
@@ -659,8 +671,6 @@ def run_epoch(
             raise RankFailed(str(error), output=folder, left=error) from error
         except KeyboardInterrupt:
             raise _interruption(folder) from None
-        if bad is not None:
-            raise _error_of(started, bad, after_step=watch.after_step)
         if not ranks.leads:
             return None
         log_event(

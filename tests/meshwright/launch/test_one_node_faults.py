@@ -93,7 +93,7 @@ def test_data_that_change_under_a_run_are_refused_at_the_restart(
         assert len(losses(room)) == STEPS
         return
     assert launcher.returncode == 1
-    assert f"{room.text}: has changed since the run began: it had 8.8K tokens" in said
+    assert f"{room.text} has changed since the run began: it had 8.8K tokens" in said
     assert len(losses(room)) < STEPS
     # Nothing was saved by then: the newest copy is on the disk before the last process leaves.
     step = saved_step(room)

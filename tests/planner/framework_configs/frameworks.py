@@ -84,6 +84,7 @@ _SWITCHES = [
     "reuse-grad-buf-for-mxfp8-param-ag",
     "fp8-dot-product-attention",
     "no-gradient-accumulation-fusion",
+    "moe-grouped-gemm",
 ]
 _WORDS = {
     "data-parallel-sharding-strategy": ["no_shard", "optim", "optim_grads", "optim_grads_params"],
@@ -95,6 +96,7 @@ _WORDS = {
     "fp8-format": ["e4m3", "hybrid"],
     "fp8-recipe": ["tensorwise", "delayed", "mxfp8", "blockwise", "custom"],
     "optimizer": ["adam", "sgd"],
+    "moe-token-dispatcher-type": ["allgather", "alltoall", "flex"],
 }
 _DEFAULTS = {
     "tensor_model_parallel_size": 1,
@@ -112,6 +114,7 @@ _DEFAULTS = {
     "lr_decay_style": "linear",
     "lr_wsd_decay_style": "exponential",
     "optimizer": "adam",
+    "moe_token_dispatcher_type": "allgather",
 }
 
 

@@ -28,7 +28,9 @@ from tests.planner.framework_configs.test_export_oracles import MODEL, written
 FRAMEWORKS = [name for name in READERS if name in WRITTEN]
 OWN = {"timeout_s", "framework", "read_from"}
 """What a configuration of another framework does not say."""
-ASSUMED = re.compile("micro-batch|samples have all their tokens")
+ASSUMED = re.compile(
+    "micro-batch|samples have all their tokens|no block is recomputed, which the script says"
+)
 """What no configuration says: samples of a plan are as long as it says."""
 FINE_TUNERS = {"axolotl", "llama-factory", "trl"}
 """Whose files of others are in docs/results/inputs.md."""

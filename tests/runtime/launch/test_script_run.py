@@ -214,7 +214,7 @@ def test_a_rank_killed_on_one_of_two_nodes_costs_no_step_and_no_state(
     check_end(tmp_path, expected)
     assert first.restarts == 1
     assert [record.step for record in first.steps] == [1, 2, 3, 4, 5, 6]
-    killed = "rank 1 was killed by SIGKILL"
+    killed = "rank 1 was killed by SIGKILL (as the system does when host memory runs out)"
     assert f"{killed}; starting all ranks again (1 of 1)" in said[1]
     assert f"node 1: {killed}; starting all ranks again (1 of 1)" in said[0]
     assert (tmp_path / "out/node-00001/logs/rank-00001.log").exists()
