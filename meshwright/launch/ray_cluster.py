@@ -291,7 +291,7 @@ class _RayAttempt:
         """Raise LaunchError where nodes are not as the run needs them."""
         files = {file: checksums.of_file(Path(file).resolve()) for file in self._command.files}
         asked = {"version": version(), "files": files, "devices": self._command.devices}
-        problems = self._all(node.actor.check.remote(asked) for node in nodes)
+        problems = self._results(node.actor.check.remote(asked) for node in nodes)
         wrong = [
             f"node {node.number}: {'; '.join(differences)}"
             for node, differences in zip(nodes, problems, strict=True)
@@ -300,7 +300,7 @@ class _RayAttempt:
         if wrong:
             raise LaunchError(f"on: {'; '.join(wrong[:8])}")
 
-    def _all(self, asked: Iterator[Any]) -> list[Any]:
+    def _results(self, asked: Iterator[Any]) -> list[Any]:
         try:
             answers: list[Any] = self._ray.get(list(asked))
         except self._lost as error:
@@ -310,12 +310,12 @@ class _RayAttempt:
     def _follow(self, nodes: Sequence[_RayNode]) -> None:
         """Start the launchers and pass on what they print until all have ended."""
         secret = new_secret()
-        (address,) = self._all(node.actor.address.remote() for node in nodes[:1])
-        self._all(
+        (address,) = self._results(node.actor.address.remote() for node in nodes[:1])
+        self._results(
             node.actor.start.remote(_arguments(self._command, node.number, address), secret)
             for node in nodes
         )
-        with self._heeded(nodes):
+        with self._forwarding_signals(nodes):
             for node in nodes:
                 node.waiting = node.actor.poll.remote()
             while left := [node for node in nodes if not node.is_over]:
@@ -378,7 +378,7 @@ class _RayAttempt:
         raise LaunchError(f"on: {reasons}")
 
     @contextlib.contextmanager
-    def _heeded(self, nodes: Sequence[_RayNode]) -> Iterator[None]:
+    def _forwarding_signals(self, nodes: Sequence[_RayNode]) -> Iterator[None]:
         """Hand signals on to the launchers: the first is a notice, the next ends all at once."""
 
         def forward_signal(number: int, _: object) -> None:

@@ -142,7 +142,7 @@ class Pipeline:
         part = self._parts[stage]
         taken = _tuple(given)
         if stage:
-            taken = self._take("F", stage, number)
+            taken = self._received_tensors("F", stage, number)
             for tensor, declared in zip(taken, _tuple(part.inputs), strict=True):
                 tensor.requires_grad_(declared.requires_grad and torch.is_grad_enabled())
         self._wait_for_gathered(stage)
@@ -161,7 +161,7 @@ class Pipeline:
     def _backward(self, stage: int, number: int, *, whole: bool) -> None:
         """Run a micro-batch back through a stage; its weights' gradients wait unless `whole`."""
         part = self._parts[stage]
-        gradients = self._take("B", stage, number) if stage < self._last else None
+        gradients = self._received_tensors("B", stage, number) if stage < self._last else None
         taken, outputs = self._flight.pop((stage, number))
         if part.store is not None:
             part.store.deferring = not whole
@@ -211,7 +211,7 @@ class Pipeline:
             buffers.append(buffer)
         self._coming[way, stage, number] = works, tuple(buffers)
 
-    def _take(self, way: Way, stage: int, number: int) -> tuple[Tensor, ...]:
+    def _received_tensors(self, way: Way, stage: int, number: int) -> tuple[Tensor, ...]:
         """Return what a message brings, once it is there."""
         works, tensors = self._coming.pop((way, stage, number))
         _wait(works)

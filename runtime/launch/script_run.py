@@ -388,7 +388,7 @@ def _attempt(
     """Run the ranks of all nodes once to their end.  Raises _Ended where one ended badly."""
     ranks, watch = started.ranks, _ScriptWatch(started, progress, alone=node_rank.nodes == 1)
     if started.survival.elastic:
-        log_event(started, _begun(started))
+        log_event(started, _attempt_record(started))
 
     def ended_by(bad: BadEnd) -> _Ended:
         how, rest = _how(bad, started.folder), _log_of(started, bad)
@@ -654,7 +654,7 @@ def run_epoch(
             rescue(asked.slots, saved, say=say)
         if asked.before is not None:
             log_event(started, asked.before)
-        log_event(started, _begun(started))
+        log_event(started, _attempt_record(started))
         watch = _ScriptWatch(started, progress, alone=node_rank.nodes == 1, asked=asked)
         try:
             _supervise(
@@ -681,7 +681,7 @@ def run_epoch(
     return ScriptRun(steps=steps, output=folder, restarts=0, global_batch=plan.global_batch)
 
 
-def _begun(started: _Started) -> Attempt:
+def _attempt_record(started: _Started) -> Attempt:
     saved = started.survival.checkpoint
     return Attempt(
         at_unix_s=unix_now_s(),

@@ -45,13 +45,13 @@ class _Reads(TorchFunctionMode):
             for name, parameter in own.items():
                 self._owners[id(parameter)] = (f"{path}.{name}" if path else name, owner)
             if own:
-                owner.register_forward_pre_hook(self._entered)
-                owner.register_forward_hook(self._left)
+                owner.register_forward_pre_hook(self._push_part)
+                owner.register_forward_hook(self._pop_part)
 
-    def _entered(self, part: nn.Module, _: object) -> None:
+    def _push_part(self, part: nn.Module, _: object) -> None:
         self._running.append(part)
 
-    def _left(self, *_: object) -> None:
+    def _pop_part(self, *_: object) -> None:
         self._running.pop()
 
     def __torch_function__(

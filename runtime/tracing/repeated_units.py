@@ -52,7 +52,9 @@ class _RepeatableRun:
 
     def made_again(self) -> UnitRun:
         """Return the same run with tensors of its own, without data."""
-        leaves = [leaf.made() if isinstance(leaf, _EmptyTensor) else leaf for leaf in self.leaves]
+        leaves = [
+            leaf.materialize() if isinstance(leaf, _EmptyTensor) else leaf for leaf in self.leaves
+        ]
         return replace(self.ran, result=tree_unflatten(leaves, self.spec))
 
 
@@ -65,7 +67,7 @@ class _EmptyTensor:
     needs_grad: bool
 
     @classmethod
-    def of(cls, tensor: Tensor) -> _EmptyTensor:
+    def like(cls, tensor: Tensor) -> _EmptyTensor:
         return cls(
             tuple(tensor.shape),
             tensor.stride(),
@@ -74,7 +76,7 @@ class _EmptyTensor:
             tensor.requires_grad,
         )
 
-    def made(self) -> Tensor:
+    def materialize(self) -> Tensor:
         tensor = torch.empty_strided(
             self.shape, self.strides, dtype=self.dtype, device=self.device
         ).requires_grad_(self.needs_grad)
@@ -130,7 +132,7 @@ def _repeat_of(ran: UnitRun, others: Iterable[Any]) -> _RepeatableRun | None:
         or not all(isinstance(leaf, (FakeTensor, *PLAIN)) for leaf in leaves)
     ):
         return None
-    shapes = (_EmptyTensor.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    shapes = (_EmptyTensor.like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
     return _RepeatableRun(tuple(shapes), spec, replace(ran, result=None))
 
 
@@ -138,7 +140,7 @@ def _of_leaf(leaf: Any, numbers: dict[Any, int]) -> Hashable:
     if not isinstance(leaf, Tensor):
         return type(leaf), repr(leaf)
     storage = numbers.setdefault(_storage(leaf), len(numbers))
-    return storage, type(leaf), _EmptyTensor.of(leaf), leaf.storage_offset()
+    return storage, type(leaf), _EmptyTensor.like(leaf), leaf.storage_offset()
 
 
 def _of_module(module: nn.Module, numbers: dict[Any, int]) -> Hashable:

@@ -204,7 +204,7 @@ class Notes:
         else:
             ran = self._repeated.run(unit, leaves, spec, run)
         result = ran.result
-        changed = _changed(tensors, versions)
+        changed = _changed_tensors(tensors, versions)
         results = [
             (place, leaf)
             for place, leaf in enumerate(tree_leaves(result))
@@ -265,7 +265,7 @@ class Notes:
             operators=self._operators,
             drew=self._drew or drew_python,
             drew_python=drew_python,
-            changes=self.sized_by_values or bool(_changed(tensors, versions)),
+            changes=self.sized_by_values or bool(_changed_tensors(tensors, versions)),
         )
 
     def _name(self, unit: str) -> str:
@@ -617,7 +617,7 @@ def _made_by_unit(output: Any, given: Sequence[Tensor], trains: bool) -> Any:
     return output.view_as(output) if any(output is argument for argument in given) else output
 
 
-def _changed(tensors: Sequence[Tensor], versions: Sequence[int]) -> list[Tensor]:
+def _changed_tensors(tensors: Sequence[Tensor], versions: Sequence[int]) -> list[Tensor]:
     """Return the tensors that have changed in place since they had these versions."""
     return [
         tensor
