@@ -29,7 +29,7 @@ INSTEAD = {
     ),
     **dict.fromkeys(
         ("parameters", "named_parameters"),
-        "engine.state_dict() has the values of parameters, engine.gradients() their gradients; "
+        "engine.weights() has parameters by name, engine.gradients() their gradients; "
         "settings by parameter go into Engine(groups=...), clipping is Engine(clip_norm=...)",
     ),
     **dict.fromkeys(("backward", "train_batch", "train_step", "fit"), STEP),

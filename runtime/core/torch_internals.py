@@ -24,6 +24,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, Train
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 from torch.utils.checkpoint import _CachedTorchDispatchMode as ReadingMode
 from torch.utils.checkpoint import _CachingTorchDispatchMode as KeepingMode
@@ -36,6 +37,7 @@ __all__ = [
     "DTensorSpec",
     "KeptByCall",
     "ReduceScatter",
+    "StridedShard",
     "TensorMeta",
     "VersionWrapper",
     "act_around",
@@ -64,6 +66,7 @@ __all__ = [
     "saved_tensors_hooks_outside",
     "share_memory",
     "staying_near",
+    "sum_gradients",
     "take_plain_as_whole",
     "unseen_by_recompute",
 ]
@@ -247,6 +250,12 @@ def _acting_before(
         reduce(*unused)
 
     return post_backward
+
+
+def sum_gradients(module: nn.Module) -> None:
+    """Let FSDP sum the gradients of a module's ranks, and divide them by nothing."""
+    for group in _groups_of(_fsdp_state(cast(FSDPModule, module))):
+        group.gradient_divide_factor, group.force_sum_reduction_for_comms = 1.0, True
 
 
 def begin_backward(module: FSDPModule) -> None:

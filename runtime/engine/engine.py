@@ -63,6 +63,7 @@ from meshwright.runtime.optim.gradients import Slot, StepMeasurement, like_param
 from meshwright.runtime.optim.parameter_watch import ParameterWatch
 from meshwright.runtime.optim.replica_check import COMPARED_EVERY
 from meshwright.runtime.optim.sharded_optimizer import Factory, GroupOf, TorchOptimizers, set_mode
+from meshwright.runtime.optim.stage_tensors import StageTensors, on_one_mesh
 from meshwright.runtime.parallel.batch_norm import Kind, RunningStatistics
 from meshwright.runtime.parallel.data_parallel import reduces_in_step
 from meshwright.runtime.parallel.gradient_compression import Mean, PowerSGD
@@ -473,18 +474,35 @@ class Engine:
         totals = self._passes.of_all(self._passes.totals.values - before).tolist()
         return StepResult(_mean(*totals), totals[1])
 
-    def gradients(self) -> dict[str, Tensor]:
+    def gradients(self) -> Mapping[str, Tensor]:
         """Return the gradients of the mean loss by name, to look at or change.
 
         They are divided as the parameters of `units` are: DTensors where ranks hold parts, of which
-        a norm or a sum is that of the whole; all ranks ask for it together.  Stages have their own.
-        They are what `optimizer_step` uses, and no more can be added to them.
+        a norm or a sum is that of the whole; all ranks ask for it together.  They are what
+        `optimizer_step` uses, and no more can be added to them.
+
+        Under a pipeline those of other stages are copies, each brought when it is looked up, which
+        all ranks do in one order: `for name, grad in engine.gradients().items()`.
         """
         self._refuse_late("gradients")
         if self._whole is None:
             self._whole = self._made_whole(0.0)
             self._optimizers.hide()
-        return {slot.name: like_parameter(slot, grad) for slot, grad in self._whole[0].items()}
+        return self._of_all_stages(
+            {slot.name: like_parameter(slot, grad) for slot, grad in self._whole[0].items()}
+        )
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """Return what is trained by name, live, to look at or change under torch.no_grad().
+
+        They are divided as `gradients` are, and those of other stages are copies in the same way.
+        """
+        return self._of_all_stages({slot.name: slot.parameter for slot in self._optimizers.slots})
+
+    def _of_all_stages(self, here: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        if self.plan.mesh.pipeline == 1:
+            return on_one_mesh(here)
+        return StageTensors(here, self._place, order=self._model.order, device=self.device)
 
     def optimizer_step(self, clip_norm: float | None = None) -> StepResult:
         """Update with the gradients of all `forward_backward` since the last update.

@@ -90,6 +90,8 @@ class Pipeline:
         """Messages that are received, or come from a stage of this rank, by way, stage, number."""
         self._flight: dict[tuple[int, int], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
         """Inputs and outputs of what is between forward and backward, by stage and number."""
+        self._came_back: set[tuple[int, int]] = set()
+        """Inputs of stages, by number, that got a gradient from any micro-batch of a step."""
         self._weights: dict[tuple[int, int], Callable[[], None]] = {}
         self._sent_activations: dict[tuple[int, int], list[Message]] = {}
         self._sent_gradients: dict[int, deque[list[Message]]] = {at: deque() for at in self._parts}
@@ -100,6 +102,7 @@ class Pipeline:
         self._losses = []
         for table in (self._coming, self._flight, self._weights):  # of a step that has failed
             table.clear()
+        self._came_back.clear()
         left = dict.fromkeys(self._parts, len(inputs))
         for verb, (stage, kind, number) in self._actions:
             if verb == "receive":
@@ -183,6 +186,9 @@ class Pipeline:
         # The next stage has sent this micro-batch's gradient, so it has had the activation.
         _wait(self._sent_activations.pop((stage, number), ()))
         if stage:
+            self._came_back |= {
+                (stage, at) for at, tensor in enumerate(taken) if tensor.grad is not None
+            }
             self._hand_on("B", stage, number, [_gradient(x) for x in taken if x.requires_grad])
 
     def _add_weight_gradients(self, stage: int, number: int) -> None:
@@ -366,9 +372,10 @@ class RecordedPipeline(Pipeline):
 
         `stores` are by stage, where the schedule makes weight gradients apart.
         """
-        self._recorded = tuple(stages.values())
+        self._recorded = dict(stages)
+        self._recording = recording
         self._micro_batches = micro_batches
-        for stage in self._recorded:
+        for stage in self._recorded.values():
             stage.loss = loss
         parts = [
             StagePart(
@@ -386,7 +393,25 @@ class RecordedPipeline(Pipeline):
     def run_all(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Run one step on all micro-batches; return their losses on the last stage."""
         with self._first_inputs(micro_batches) as inputs:
-            return self.run(inputs)
+            losses = self.run(inputs)
+        self._refuse_without_gradient()
+        return losses
+
+    def _refuse_without_gradient(self) -> None:
+        """Refuse a step that sends zeros in place of gradients that one process does not have."""
+        for part in self._parts.values():
+            inputs = _tuple(part.inputs) if part.stage else ()
+            for at, tensor in enumerate(inputs):
+                if tensor.requires_grad and (part.stage, at) not in self._came_back:
+                    stage = self._recorded[part.stage]
+                    stage.fail(
+                        LaunchError(
+                            f"{stage.input_name(self._recording, at)}: no gradient comes back to "
+                            "what it makes (detach(), no_grad(), or a loss without it), and a "
+                            "pipeline would send zeros to the stages before, whose parameters "
+                            "decay then; let the loss depend on it, or use a plan without pipeline"
+                        )
+                    )
 
     def evaluate_all(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Run all micro-batches forward only; return their losses on the last stage."""
@@ -395,8 +420,8 @@ class RecordedPipeline(Pipeline):
 
     @contextlib.contextmanager
     def _first_inputs(self, micro_batches: Sequence[MicroBatch]) -> Iterator[list[tuple[()]]]:
-        for stage in self._recorded:
+        for stage in self._recorded.values():
             stage.micro_batches = tuple(micro_batches)
         yield [()] * len(micro_batches)
-        for stage in self._recorded:
+        for stage in self._recorded.values():
             stage.micro_batches = ()

@@ -17,6 +17,7 @@ from meshwright.planner.documents.document import read
 from meshwright.planner.documents.plan import Plan
 from meshwright.planner.errors import BatchError, LaunchError, OptimizerError
 from meshwright.runtime.core.object_collectives import all_gather_json, broadcast_json
+from meshwright.runtime.core.side_effects import RandomNumbers, seed_all
 from meshwright.runtime.run.environment import PLAN_VARIABLE
 from meshwright.runtime.tracing.training_modes import TrainingModes
 
@@ -34,6 +35,8 @@ def plan_or_layout(
 def built(build: Callable[[], nn.Module], plan: Plan | Mapping[str, Any]) -> nn.Module:
     """Build the module under the plan's seed, and leave the caller's random numbers alone.
 
+    Python's and numpy's are seeded too: all ranks draw the same first values and permutations.
+
     Raises LaunchError where `build` is no function that returns a module without complex numbers.
     """
     if isinstance(build, nn.Module):
@@ -47,9 +50,12 @@ def built(build: Callable[[], nn.Module], plan: Plan | Mapping[str, Any]) -> nn.
             f"build: is a {type(build).__name__}; give a function that returns the module, such as "
             "build=lambda: Net(width=64)"
         )
-    with torch.random.fork_rng(devices=()):
-        torch.manual_seed(plan.training.seed if isinstance(plan, Plan) else plan.get("seed", 0))
+    numbers = RandomNumbers()
+    try:
+        seed_all(plan.training.seed if isinstance(plan, Plan) else plan.get("seed", 0))
         module = build()
+    finally:
+        numbers.put_back()
     if not isinstance(module, nn.Module):
         raise LaunchError(
             f"build: returned a {type(module).__name__}; it returns an nn.Module (end it with "

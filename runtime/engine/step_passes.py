@@ -51,6 +51,7 @@ from meshwright.runtime.parallel.data_parallel import (
     is_mixed,
     reduces_apart,
     reduces_at_once,
+    sums_gradients,
 )
 from meshwright.runtime.parallel.gradient_compression import WIRE_TYPES
 from meshwright.runtime.parallel.replicas import Replicas
@@ -111,10 +112,13 @@ class StepPasses:
         self._learns = False
         """True if a loss of the running step has a gradient, or no gradient is expected."""
         self._divided = (
-            place.replicas if reduces_apart(plan, place) and plan.mesh.expert == 1 else 1
+            place.replicas
+            if sums_gradients(plan) or (reduces_apart(plan, place) and plan.mesh.expert == 1)
+            else 1
         )
         """By what a loss is divided so that the sum of replicas' gradients is their mean: backends
-        that make a mean themselves go through all memory once more."""
+        that make a mean themselves go through all memory once more, and a forward that clips the
+        gradients that pass by would clip others than in one process."""
         self._replicas = self._new_replicas()
         for part in self._parts:
             part.module.agrees = compares and plan.mesh.pipeline > 1

@@ -25,7 +25,12 @@ from meshwright.runtime.core import pinned_memory as host
 from meshwright.runtime.core.layer_names import Region
 from meshwright.runtime.core.local_parts import to_local
 from meshwright.runtime.core.mesh import DataRanks, Place, wants_mesh
-from meshwright.runtime.core.torch_internals import let_go_of_reduced, replicate, staying_near
+from meshwright.runtime.core.torch_internals import (
+    let_go_of_reduced,
+    replicate,
+    staying_near,
+    sum_gradients,
+)
 from meshwright.runtime.parallel import expert_parallel as experts
 from meshwright.runtime.parallel.gradient_compression import narrow
 
@@ -85,6 +90,7 @@ def over_data(
     plain = plan.offload != "parameters" and plan.gradient_compression == "full"
     if plain and not ranks.sharded:
         replicate(module, mesh=ranks.mesh, mp_policy=policy, ignored_params=others)
+        _sum(module, plan)
         return
     match plan.offload:
         case "none" | "optimizer":
@@ -103,6 +109,7 @@ def over_data(
             offload_policy=offload,
             ignored_params=others,
         )
+    _sum(module, plan)
     if plan.gradient_compression in ("bf16", "fp16"):
         assert isinstance(module, FSDPModule)
         narrow(module, plan.gradient_compression, ranks.replicating.get_group())
@@ -193,6 +200,20 @@ def reduces_apart(plan: Plan, place: Place) -> bool:
     """
     plain = plan.offload != "parameters" and not reduces_in_step(plan)
     return plain and not place.sharded and place.replicas > 1
+
+
+def sums_gradients(plan: Plan) -> bool:
+    """Tell whether ranks divide losses and sum gradients: backward sees what one process sees.
+
+    Experts' gradients come from the losses of several ranks, and compressed ones become a mean.
+    """
+    compresses = plan.gradient_compression != "full"
+    return plan.mesh.expert == 1 and not compresses and not reduces_in_step(plan)
+
+
+def _sum(module: nn.Module, plan: Plan) -> None:
+    if sums_gradients(plan):
+        sum_gradients(module)
 
 
 def wraps(plan: Plan, place: Place) -> bool:

@@ -82,6 +82,15 @@ def _hash(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
+def _generators_of(device: torch.device) -> list[torch.Generator]:
+    """Return torch's generators of the host, and behind it that of a device beside it."""
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generators.append(torch.cuda.default_generators[index])
+    return generators
+
+
 @contextlib.contextmanager
 def seed_draws(
     seed: int | None, name: str, device: torch.device, *, python: bool = False
@@ -94,10 +103,7 @@ def seed_draws(
         yield
         return
     # torch.manual_seed asks every kind of device, with a traceback for each that is not begun.
-    generators = [torch.default_generator]
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        generators.append(torch.cuda.default_generators[index])
+    generators = _generators_of(device)
     states = [generator.get_state() for generator in generators]
     numbers = PythonNumbers() if python else None
     for generator in generators:
@@ -296,6 +302,11 @@ class RecordedStage(nn.Module):
         first = self._range[0]
         return recording.sent(first - 1) if first else ()
 
+    def input_name(self, recording: Recording, at: int) -> str:
+        """Return which call makes a tensor that this stage gets from the one before it."""
+        value = recording.live(recording.layers[self._range[0]].first)[at]
+        return recording.nodes[recording.maker[value]].name
+
     def sent(self, recording: Recording) -> tuple[Tensor, ...]:
         """Return meta tensors of what this stage hands on; the last one's outputs are not."""
         return () if self._is_last else recording.sent(self._range[1] - 1)
@@ -399,6 +410,26 @@ class RecordedStage(nn.Module):
     def _outputs_of(self, received: tuple[Tensor, ...], micro: MicroBatch) -> Any:
         training = self.training
         program = self._program(self._recorder.recording(micro.batch, training=training))
+        seeded = self.agrees and micro.seed is not None
+        with self._refusing_other_draws() if seeded else contextlib.nullcontext():
+            return self._run(program, micro, received)
+
+    @contextlib.contextmanager
+    def _refusing_other_draws(self) -> Iterator[None]:
+        """Refuse random numbers that no call is known to draw: they would not follow the sample."""
+        generator = _generators_of(self.device)[-1]
+        before = generator.get_state()
+        yield
+        if not torch.equal(before, generator.get_state()):
+            self.refuse(
+                RecordError(
+                    "a unit draws random numbers that it did not draw in the first batch (a rate "
+                    "that was 0), and would draw others under another plan; begin with a rate "
+                    "above 0 (1e-6), or use a plan without pipeline"
+                )
+            )
+
+    def _run(self, program: _StageProgram, micro: MicroBatch, received: tuple[Tensor, ...]) -> Any:
         run = _MicroBatchRun(self, program.recording, micro)
         run.values = dict(zip(program.received, received, strict=True))
         for node in program.derived:

@@ -42,6 +42,7 @@ from meshwright.runtime.core.side_effects import (
     Surroundings,
     deepcopy_module,
     restore_side_effects,
+    seed_all,
 )
 from meshwright.runtime.tracing.repeated_units import RepeatedUnits
 from meshwright.runtime.tracing.trace import (
@@ -216,12 +217,22 @@ class Recorder:
         self.renewals += 1
         self._surroundings = self._surroundings_of(self._followed)
         planned = [layer.name for layer in self.first.layers]
-        if [layer.name for layer in self.recording(batch).layers] != planned:
+        recording = self.recording(batch)
+        if [layer.name for layer in recording.layers] != planned:
             raise RecordError(
                 f"{type(self._followed).__name__} runs other units since the training loop changed "
                 "what its forward reads; name a unit around what differs with units=, or run all "
                 "units and multiply what does not count by a tensor without dims in the batch"
             )
+        drew = {node.name for node in self.first.nodes if node.draws}
+        for node in recording.nodes:
+            if node.draws and node.name not in drew:
+                raise RecordError(
+                    f"{node.name}: draws random numbers since the training loop changed what the "
+                    "forward reads, and would draw others under another plan; let it draw from the "
+                    "first batch on (a rate of 1e-6), or use a plan without pipeline",
+                    where=node.where,
+                )
         if self.renewals == MANY_RENEWALS:
             warnings.warn(
                 f"{min(changed)}: changes again and again, and the forward is recorded anew each "
@@ -256,6 +267,7 @@ class Recorder:
         built = self._module if self._real is None else self._real
         with contextlib.ExitStack() as stack:
             stack.enter_context(restore_side_effects(built, self.inputs))
+            seed_all(0)  # ranks that draw alike take the same branches
             module = deepcopy_module(built)
             for name, part in module.named_modules():
                 part.training = self.modes[name]

@@ -56,7 +56,12 @@ class Participation:
     @torch.no_grad()
     def _complete(self, records: Sequence[Any]) -> None:
         """Put zeros in place of gradients that a unit lacks."""
-        trained = [record for record in records if record.sharded_param.requires_grad]
+        trained = [
+            record
+            for record in records
+            # A unit that no forward has called yet was never gathered.
+            if record.sharded_param.requires_grad and hasattr(record, "_unsharded_param")
+        ]
         fresh = [record for record in trained if record.unsharded_accumulated_grad is None]
         for record in trained:
             identity = id(record.sharded_param)

@@ -85,7 +85,21 @@ def decayed(gradients: Named, parameters: Named) -> None:
         grad.add_(parameters[name], alpha=0.1)
 
 
-CHANGES: list[Callable[[Named, Named], None]] = [clipped_each, clipped_by_numbers, centred, decayed]
+def normalised(gradients: Named, parameters: Named) -> None:
+    """All together, by tensors and by numbers of Python, as sharpness-aware training does it."""
+    norm = torch.stack([grad.norm() for grad in gradients.values()]).norm()
+    size = sum(float(parameter.norm()) ** 2 for parameter in parameters.values()) ** 0.5
+    for grad in gradients.values():
+        grad.mul_(0.01 * size / norm)
+
+
+CHANGES: list[Callable[[Named, Named], None]] = [
+    clipped_each,
+    clipped_by_numbers,
+    centred,
+    decayed,
+    normalised,
+]
 
 
 def plainly(change: Callable[[Named, Named], None]) -> dict[str, Tensor]:
@@ -110,13 +124,8 @@ def planned(layout: dict[str, Any]) -> list[dict[str, Tensor]]:
         engine = Engine(Net, layout, loss=loss, optimizer=sgd, batch=batch_of(0))
         for step in range(STEPS):
             engine.forward_backward(engine.slice(batch_of(step)))
-            parameters = {
-                f"{path}.{name}": parameter
-                for path, unit in engine.units.items()
-                for name, parameter in unit.named_parameters()
-            }
             with torch.no_grad():
-                change(engine.gradients(), parameters)
+                change(engine.gradients(), engine.weights())
             engine.optimizer_step()
         found.append(engine.state_dict())
     return found
