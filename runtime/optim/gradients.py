@@ -161,6 +161,8 @@ class Gradients:
     def use(self, slots: Iterable[Slot]) -> None:
         """Take the gradients of these from now on."""
         self.slots = tuple(slots)
+        self._copied = [slot for slot in self.slots if slot.copies_here]
+        self._scaled = [slot for slot in self.slots if slot.factor != 1.0]
         # One order on all ranks, whatever order their modules have.
         summed = sorted(self.slots, key=lambda slot: slot.name)
         self._partial = [slot for slot in summed if slot.partial]
@@ -207,9 +209,8 @@ class Gradients:
 
         A sum over ranks has zeros in place of a gradient that this rank has not made.
         """
-        for slot in self.slots:
-            if slot.copies_here:
-                _add_copies(slot)
+        for slot in self._copied:
+            _add_copies(slot)
         grads = {
             slot: grad if type(grad) is Tensor else _local_grad(slot.parameter)
             for slot in self.slots
@@ -219,15 +220,17 @@ class Gradients:
         if self.participation is not None:
             absent = self.participation.absent()
             self._lacking |= {slot for slot in grads if id(slot.parameter) in absent}
-        self._without = {slot.name for slot in self.slots if slot not in grads}
+        self._without = set()
+        if len(grads) < len(self.slots):
+            self._without = {slot.name for slot in self.slots if slot not in grads}
         for slot in (*self._partial, *self._averaged, *itertools.chain(*self._tied.values())):
             if slot not in grads:
                 grads[slot] = torch.zeros_like(slot.local)
                 self._lacking.add(slot)
         self._without |= {slot.name for slot in self._lacking}
-        for slot, grad in grads.items():
-            if slot.factor != 1.0:
-                grad.mul_(slot.factor)
+        for slot in self._scaled:
+            if slot in grads:
+                grads[slot].mul_(slot.factor)
         if self._partial:
             self._sum_partial([grads[slot] for slot in self._partial])
         if self._mean is not None:
@@ -314,6 +317,7 @@ class Gradients:
         """Forget the gradients."""
         for slot in self.slots:
             slot.parameter.grad = None
+        for slot in self._copied:
             for parameter, _ in slot.copies_here:
                 parameter.grad = None
 
@@ -439,8 +443,11 @@ def _multiply(grads: dict[Slot, Tensor], factor: Tensor) -> None:
 def _squared_norm(grads: dict[Slot, Tensor], *, like: Tensor) -> Tensor:
     """Return this rank's share of the squared norm: shares of all ranks add up to the whole."""
     by_copies: dict[int, list[Tensor]] = {}
-    for slot, grad in grads.items():
-        by_copies.setdefault(slot.copies, []).append(grad)
+    if len(every := {slot.copies for slot in grads}) == 1:
+        by_copies[every.pop()] = list(grads.values())
+    else:
+        for slot, grad in grads.items():
+            by_copies.setdefault(slot.copies, []).append(grad)
     total = torch.zeros((), dtype=torch.float32, device=like.device)
     for copies, group in by_copies.items():
         norms = torch.stack(torch._foreach_norm(group))

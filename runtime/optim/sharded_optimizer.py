@@ -534,11 +534,11 @@ class TorchOptimizers(Gradients):
                 continue
             if part.owner is not None:
                 self._gather(part, grad)
-            elif grad.stride() != part.plain.stride():
+            elif grad.stride() != (plain := part.plain).stride():
                 # Fused updates run through memory and look at no strides.
-                part.plain.grad = torch.empty_like(part.plain).copy_(grad)
+                plain.grad = torch.empty_like(plain).copy_(grad)
             else:
-                part.plain.grad = grad
+                plain.grad = grad
         with torch.enable_grad():
             if self._streamed is not None:
                 self._streamed.step(self._users)
@@ -548,7 +548,7 @@ class TorchOptimizers(Gradients):
             if part.owner is not None and part.slot in grads:
                 self._scatter(part)
             part.plain.grad = None
-        share_values(self.slots)
+        share_values(self._copied)
         self.dropped()
 
     def _gather(self, part: _ParameterPart, grad: Tensor) -> None:
