@@ -41,11 +41,14 @@ class ParameterWatch:
         ]
         self._hooks = [(slot.name, slot.parameter, _hook_count(slot.parameter)) for slot in slots]
         self._plain = [slot.parameter for slot in slots if not isinstance(slot.parameter, DTensor)]
+        every = [*((slot.name, slot.parameter) for slot in slots), *self._frozen]
         self._divided = [
-            (slot.name, slot.parameter, slot.parameter.untyped_storage()._cdata)
-            for slot in slots
-            if isinstance(slot.parameter, DTensor)
+            (name, parameter, parameter.untyped_storage()._cdata)
+            for name, parameter in every
+            if isinstance(parameter, DTensor)
         ]
+        self._whole_frozen = [p for _, p in self._frozen if not isinstance(p, DTensor)]
+        self._frozen_addresses = [parameter.data_ptr() for parameter in self._whole_frozen]
         self._kept = [parameter.untyped_storage() for _, parameter, _ in self._divided]
         """Memory whose ids come again if it is freed."""
         self._addresses = [parameter.data_ptr() for parameter in self._plain]
@@ -87,8 +90,10 @@ class ParameterWatch:
                 )
         addresses = [parameter.data_ptr() for parameter in self._plain]
         has_moved, self._addresses = addresses != self._addresses, addresses
-        if has_moved:
-            refuse_absent_memory(self._plain)
+        frozen = [parameter.data_ptr() for parameter in self._whole_frozen]
+        if has_moved or frozen != self._frozen_addresses:
+            refuse_absent_memory((*self._plain, *self._whole_frozen))
+        self._frozen_addresses = frozen
         forget_absent_memory()
         return has_moved
 

@@ -10,12 +10,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import random
 import re
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.planner.errors import LaunchError, MeshwrightError, RecordError
@@ -23,8 +26,16 @@ from meshwright.runtime.engine.engine import Engine
 from meshwright.runtime.tracing.replayed_stage import MicroBatch, RecordedStage
 from meshwright.runtime.tracing.tracer import Recorder
 from tests.limits import PATIENCE_S
-from tests.runtime.forward_ways import buffers, means, modes, published, published_modules, values
-from tests.runtime.forward_ways.way import LAYOUTS, STEPS, Net, Way, batch_of, squares
+from tests.runtime.forward_ways import (
+    buffers,
+    loops,
+    means,
+    modes,
+    published,
+    published_modules,
+    values,
+)
+from tests.runtime.forward_ways.way import LAYOUTS, STEPS, WIDTH, Net, Way, batch_of, squares
 from tests.runtime.ranks import on_ranks
 
 WAYS: dict[str, dict[str, Way]] = {
@@ -32,6 +43,7 @@ WAYS: dict[str, dict[str, Way]] = {
     "modes": modes.WAYS,
     "buffers": buffers.WAYS,
     "means": means.WAYS,
+    "loops": loops.WAYS,
     "published": published.WAYS,
     "modules": published_modules.WAYS,
 }
@@ -168,6 +180,80 @@ def test_two_ranks_train_as_a_plain_loop_or_refuse(kind: str, layout: str) -> No
 @pytest.mark.parametrize("kind", WAYS)
 def test_all_ways_train_on_two_ranks_or_are_refused(kind: str, layout: str) -> None:
     check_two_ranks(kind, layout, every=1)
+
+
+class Dropping(Net):
+    """Blocks that are dropped by a coin of Python, which no rank has seeded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        numpy.random.standard_normal()
+        self.order = [int(at) for at in numpy.random.permutation(WIDTH)]
+
+    def forward(self, x: Tensor) -> Any:
+        x = x[..., self.order]
+        for block in self.blocks:
+            if not self.training or random.random() < 0.6:
+                x = block(x).tanh()
+        return x
+
+
+class Beginning(Net):
+    """Dropout whose rate the loop raises from 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.dropout(self.features(x))
+
+
+def losses_of(build: Any, layout: dict[str, Any], rate: float = 0.0) -> list[float]:
+    modules: list[Any] = []
+
+    def built() -> nn.Module:
+        modules.append(build())
+        return modules[-1]
+
+    engine = Engine(built, layout, loss=squares, optimizer=sgd, batch=batch_of(0))
+    losses = []
+    for step in range(STEPS):
+        if rate:
+            modules[-1].dropout.p = rate * step
+        losses.append(float(engine.step(engine.slice(batch_of(step))).loss))
+    return losses
+
+
+def on_two_ranks_by_hand() -> tuple[dict[str, Training], list[float], str]:
+    """Train what ranks must draw and divide alike, and see refused what they could not."""
+    random.seed(dist.get_rank())
+    numpy.random.seed(dist.get_rank())
+    every = {}
+    for name, layout in ONE_OF_EACH:
+        every[f"{name}/{layout}"] = planned("loops", name, LAYOUTS[layout])
+    dropped = losses_of(Dropping, {"zero": 3})
+    with pytest.raises(RecordError) as refusal:
+        losses_of(Beginning, {"pipeline": 2}, rate=0.2)
+    return every, dropped, str(refusal.value)
+
+
+ONE_OF_EACH = (
+    ("clipped on the way", "zero 3"),
+    ("teacher bound anew", "zero 3"),
+    ("alternating", "stages"),
+)
+
+
+@pytest.mark.ranks
+def test_ranks_draw_and_divide_alike() -> None:
+    wanted = losses_of(Dropping, {"micro_batches": 2})
+    for every, dropped, words in on_ranks(2, on_two_ranks_by_hand):
+        for name, layout in ONE_OF_EACH:
+            trains = layout in loops.WAYS[name].trains
+            check(every[f"{name}/{layout}"], "loops", name, trains=trains)
+        assert dropped == pytest.approx(wanted, rel=1e-6)
+        assert "draws random numbers that it did not draw in the first batch" in words
 
 
 WIDER: dict[str, tuple[int, dict[str, Any]]] = {
