@@ -395,7 +395,12 @@ class Loop:
                 gc.collect(1)
         self._beacon.begin_part(self.steps_done, "end")
         self.engine.state()  # a pipeline that never drains does so now
-        saved = self._last_saved()
+        try:
+            saved = self._last_saved()
+        except LaunchError:
+            if self._mirror is not None:  # where it waits for room
+                self._copy(self._mirror, self.steps_done, step_s, loss, metrics, is_last=True)
+            raise
         if schedule is not None:
             schedule.report_last_save(metrics)
         if metrics is not None:
@@ -422,11 +427,13 @@ class Loop:
         step_s: Sequence[float],
         loss: float,
         metrics: Metrics | None,
+        *,
+        is_last: bool = False,
     ) -> None:
         """Copy the state where it outlives this process, and say how often that is done."""
         from meshwright.runtime.resilience.in_memory_checkpoint import MEASURED  # noqa: PLC0415
 
-        if self._used is None or not mirror.is_due(step):
+        if self._used is None or not (is_last or mirror.is_due(step)):
             return
         began_s, usual_s, before = time.thread_time(), min(step_s[-MEASURED:]), mirror.every
         snapshot = self.engine.snapshot(copied=False)
