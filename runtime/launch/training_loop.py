@@ -395,12 +395,7 @@ class Loop:
                 gc.collect(1)
         self._beacon.begin_part(self.steps_done, "end")
         self.engine.state()  # a pipeline that never drains does so now
-        try:
-            saved = self._last_saved()
-        except LaunchError:
-            if self._mirror is not None:  # where it waits for room
-                self._copy(self._mirror, self.steps_done, step_s, loss, metrics, is_last=True)
-            raise
+        saved = self._saved_at_the_end(step_s, loss, metrics)
         if schedule is not None:
             schedule.report_last_save(metrics)
         if metrics is not None:
@@ -419,6 +414,17 @@ class Loop:
             stopped=ends or "steps",
             checkpoint=object_store.shown(saved) if saved else None,
         )
+
+    def _saved_at_the_end(
+        self, step_s: Sequence[float], loss: float, metrics: Metrics | None
+    ) -> Path | None:
+        """Return the last complete checkpoint; a state that cannot be saved waits in memory."""
+        try:
+            return self._last_saved()
+        except LaunchError:
+            if self._mirror is not None:
+                self._copy(self._mirror, self.steps_done, step_s, loss, metrics, is_last=True)
+            raise
 
     def _copy(
         self,
