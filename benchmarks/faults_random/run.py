@@ -591,7 +591,9 @@ class Run:
             repair()
         self.repairs.clear()
         # What the message asks for, word for word.
-        for name, where in re.findall(r"move (step-\d+) out of (\S+?)[ ;,]", last):
+        moves = re.findall(r"move (step-\d+) out of (\S+?)[ ;,]", last)
+        only = re.findall(r"(\S+) has no other complete checkpoint; move (step-\d+) out", last)
+        for name, where in (*moves, *((name, where) for where, name in only)):
             target = Path(where) / name
             if target.exists() and target.is_relative_to(self.folder):
                 target.rename(self.folder / f"aside-{name}-{self.starts}")
