@@ -39,6 +39,9 @@ PATIENCE_S = 300.0
 """Without a new step, which no fault here may cost."""
 GONE_S = 20.0
 """Within which processes are gone when their launchers are."""
+SILENT_S, LEAST_STEP_S = 4.0, 0.1
+"""Copies wait for a partner that stands still until it is lost, by the documents; what that costs
+is not in the printed steps, which are of one fault."""
 MOST_STARTS = 14
 ERRORS = (
     *("EIO", "ESTALE", "illegal access", "launch failure", "cuBLAS", "NCCL"),
@@ -501,6 +504,9 @@ class Run:
     def _note_begin(self, after: int) -> None:
         """Take notice of an attempt that goes on behind a step."""
         if self._newest:
+            devices = self.attempts[-1][2] if self.attempts else self.nodes
+            if _in_script(self) and devices == 1:
+                self.slack += SAVE_EVERY  # a single rank makes no copies, by the documents
             self.lost.append((max(0, self._newest - after), self._printed_most(), self.slack))
         self.slack = 0
         plan, devices = self._begins or (str(self.plan_path), self.nodes)
@@ -760,6 +766,8 @@ class Run:
         launcher, seconds = self._launchers[node], self.rng.choice([1, 4, 12])
         launcher.send_signal(signal.SIGSTOP)
         subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {launcher.pid}"])
+        if self.nodes > 1:
+            self.slack += int(min(seconds, SILENT_S) / LEAST_STEP_S)
         return f"node {node}, {seconds} s"
 
     def remove_copies(self) -> str | None:
