@@ -205,7 +205,7 @@ def test_the_last_save_ends_well_or_not_at_all(
 
     monkeypatch.setattr(engine, "save", fail)
     script["train"](engine, extra, 5)
-    assert "No space left on device; training goes on" in capfd.readouterr().err
+    assert "No space left on device; training continues" in capfd.readouterr().err
     assert copied == []
     with pytest.raises(LaunchError, match="No space left"):
         keepers[0].finish()
@@ -307,7 +307,7 @@ def test_under_a_script_faults_cost_what_they_cost_under_launch(
     else:
         assert done.returncode == 0, done.stderr
         assert "restart, because" in done.stderr
-        assert "going on from the copy in memory of step" in done.stderr
+        assert "resuming from the copy in memory of step" in done.stderr
     faulty = torch.load(tmp_path / "end.pt") if name != "bug" else None
     if faulty is None:
         assert started(tmp_path, "none", 0).returncode == 0
