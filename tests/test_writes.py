@@ -74,6 +74,7 @@ ALLOWED = {
     ("runtime/resilience/state_rescue.py", "mkdir"): NAMED,
     ("runtime/resilience/state_rescue.py", "rename"): OURS,
     ("runtime/resilience/state_rescue.py", "rmtree"): OURS,
+    ("runtime/resilience/state_rescue.py", "unlink"): OURS,
     ("runtime/checkpoint/checkpoint.py", "copyfile"): NEW,
     ("runtime/checkpoint/checkpoint.py", "rename"): OURS,
     ("runtime/checkpoint/checkpoint.py", "rmtree"): OURS,

@@ -112,6 +112,24 @@ BREAKS = {
         ),
         finding="loss of step|weights",
     ),
+    "data": Break(
+        what="what is gone on from, and the orders before, are not compared with the data",
+        lines=(
+            (
+                "runtime/launch/rank_config.py",
+                "        _refuse_other_data(ready, corpus)\n",
+                "        pass\n",
+            ),
+            (
+                "runtime/checkpoint/checkpoint.py",
+                '            ("corpus_digest", self.corpus_digest, run.corpus_digest, '
+                'f"the data ({run.corpus})"),\n',
+                "",
+            ),
+        ),
+        finding="loss of step",
+        faults=("data replaced",),
+    ),
     "saved": Break(
         what="the last step is not saved",
         lines=(

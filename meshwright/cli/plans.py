@@ -333,11 +333,12 @@ def solve(
         print(as_json(solution_json(solved.problem, solved.result)))
     elif isinstance(solved.result, GraphSolution):
         out.print(solution_text(solved.problem, solved.result, explain=explain))
-    elif isinstance(solved.result, Infeasible):
-        raise MeshwrightError(f"{problem}: no split fits: {solved.result.reason}")
-    elif isinstance(solved.result, Unfinished):
-        raise MeshwrightError(f"{problem}: {solved.result.reason}")
     if isinstance(solved.result, Infeasible | Unfinished):
+        begin = "no split fits: " if isinstance(solved.result, Infeasible) else ""
+        reason = f"{problem}: {begin}{solved.result.reason}"
+        if not json:
+            raise MeshwrightError(reason)
+        print_message(reason)
         raise typer.Exit(1)
 
 

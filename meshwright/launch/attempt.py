@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.launch.launchable_plan import LaunchablePlan
 from meshwright.planner.costs.predict import predict as predict_plan
+from meshwright.planner.documents.document import read
 from meshwright.planner.documents.events import Decision, Expected, Reaction
 from meshwright.planner.documents.plan import Plan
 from meshwright.planner.documents.prediction import Prediction
@@ -56,6 +57,11 @@ def run_attempt(
     from meshwright.runtime.run.run_report import comparison  # noqa: PLC0415
 
     wanted, graph, machine = fit.plan, fit.graph, fit.machine
+    if asked.again and read(Plan, fit.path).digest != wanted.digest:
+        raise LaunchError(
+            f"{fit.path}: has changed since the run began; put back what it was, and start the "
+            "run again with --resume"
+        )
     run, node_rank = asked.run, asked.node_rank
     devices = [group.devices_per_node for group in machine.groups for _ in range(group.nodes)]
     if node_rank.nodes > 1 and node_rank.nodes != len(devices):

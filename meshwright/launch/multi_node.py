@@ -6,6 +6,7 @@ is left is more than twice what the start of new ranks costs, and not soon after
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
@@ -41,6 +42,7 @@ from meshwright.planner.documents.units import seconds_text
 from meshwright.planner.errors import HandedOver, LaunchError, MeshwrightError
 from meshwright.planner.errors.shown import lines
 from meshwright.planner.system.safe_files import folder_within
+from meshwright.runtime.checkpoint import object_store
 from meshwright.runtime.launch.failure_report import MOST_EVIDENCE, RankFailed, RankSlow
 from meshwright.runtime.launch.fork_client import Zygote
 from meshwright.runtime.launch.launch_config import Launch
@@ -80,11 +82,16 @@ START_S = 60.0
 """Seconds until ranks train, where this run has not measured it on this node."""
 LOOK_S = 1.0
 """Seconds between two looks for nodes that came back."""
+ALONE_S = 10.0
+"""Seconds that a node waits for the others before it looks whether their run is over."""
+RECENT_S = 60.0
+"""A run that ended at most so long before a node came was not meant to begin anew."""
 MOST_SAID = 500
 """Largest number of characters of a launcher's report on an end, which all agents get twice a
 second."""
 
 
+_ENDS = Attempt, AttemptEnded
 AttemptOnNodes = Callable[[LaunchablePlan, Launch, Sequence[RankEnd]], Any]
 """Trains by a plan in one epoch; `Launch` is what this node has for it."""
 
@@ -108,27 +115,74 @@ def on_nodes(
     folder = run.checkpoint.absolute()
     output = (run.output or default_output(fit.plan)).absolute()
     members = min(fit.nodes, node_rank.nodes)
-    with (
-        signals_kept() as signals,
-        Zygote() as zygote,
-        Slots(folder, expected_bytes=copy_bytes(fit)) as slots,
-        copies_rescued(slots, folder, quiet=quiet),
-        agent_of(
-            node_rank, folder, members=members, output=str(output), say=_teller(quiet=quiet)
-        ) as agent,
-        agent.copies(slots) as copies,
-    ):
-        run = run.model_copy(
-            update={"checkpoint": folder, "output": Path(agent.epoch.output)},
-        )
-        with FallbackSolver(fit, run) as keeper:
-            means = NodeResources(
-                agent=agent, copies=copies, zygote=zygote, slots=slots, keeper=keeper
+    run = run.model_copy(update={"checkpoint": folder})
+    say = _teller(quiet=quiet)
+    with contextlib.ExitStack() as held:
+        signals = held.enter_context(signals_kept())
+        zygote = held.enter_context(Zygote())
+        slots = held.enter_context(Slots(folder, expected_bytes=copy_bytes(fit)))
+        held.enter_context(copies_rescued(slots, folder, quiet=quiet))
+        late = LateNode(run, signals, is_script=is_script)
+        try:
+            agent = held.enter_context(
+                agent_of(
+                    node_rank,
+                    folder,
+                    members=members,
+                    output=str(output),
+                    say=say,
+                    meanwhile=late.look,
+                )
             )
-            epochs = Epochs(
-                fit, run, means, signals, attempt=attempt, is_script=is_script, quiet=quiet
+        except RunOver as over:
+            say(str(over))
+            return None
+        copies = held.enter_context(agent.copies(slots))
+        run = run.model_copy(update={"output": Path(agent.epoch.output)})
+        keeper = held.enter_context(FallbackSolver(fit, run))
+        means = NodeResources(agent=agent, copies=copies, zygote=zygote, slots=slots, keeper=keeper)
+        epochs = Epochs(fit, run, means, signals, attempt=attempt, is_script=is_script, quiet=quiet)
+        return epochs.run(shrunk)
+
+
+class LateNode:
+    """A node that waits for others, which may have finished the run before it came."""
+
+    def __init__(self, run: LaunchRun, signals: Sequence[int], *, is_script: bool) -> None:
+        self._run, self._signals, self._is_script = run, signals, is_script
+        self._next_s = time.monotonic() + ALONE_S
+        self._came_unix_s = time.time()
+
+    def look(self, newest: Epoch | None) -> None:
+        """Raise HandedOver by a notice, and RunOver where the run of an epoch is over."""
+        if self._signals:
+            raise HandedOver("a notice came before the nodes had met")
+        if newest is None or time.monotonic() < self._next_s:
+            return
+        self._next_s = time.monotonic() + LOOK_S
+        output, folder = Path(newest.output), self._run.checkpoint
+        assert folder is not None
+        try:
+            is_recent = events_file(output).stat().st_mtime > self._came_unix_s - RECENT_S
+        except OSError:
+            is_recent = False
+        # A script may be started to go further, and only one that has just ended is known not to.
+        goes_on = self._run.resume and not self._is_script
+        if (is_recent or goes_on) and has_ended(self._run, output, is_script=self._is_script):
+            raise RunOver(
+                f"the run in {object_store.shown(folder)} is over: step {saved_step(folder)} is "
+                "saved; name another folder to train anew"
             )
-            return epochs.run(shrunk)
+
+
+def has_ended(run: LaunchRun, output: Path, *, is_script: bool) -> bool:
+    """Return whether a run has come to its end, by its checkpoints and its records."""
+    assert run.checkpoint is not None
+    if not is_script and saved_step(run.checkpoint) >= run.steps:
+        return True
+    *_, last = (None, *(event for event in events(output) if isinstance(event, _ENDS)))
+    wanted: tuple[str, ...] = ("max_seconds", *(["steps"] if is_script else []))
+    return isinstance(last, AttemptEnded) and last.stopped in wanted
 
 
 def _teller(*, quiet: bool) -> Callable[[str], None]:
@@ -290,17 +344,10 @@ class Epochs:
     def _end_as_spare(self, over: RunOver) -> None:
         """Say that the run is over; raise LaunchError where it has not come to its end."""
         assert self._run.checkpoint is not None and self._run.output is not None
-        done = saved_step(self._run.checkpoint)
-        attempts = (
-            event for event in events(self._run.output) if isinstance(event, Attempt | AttemptEnded)
-        )
-        *_, last = (None, *attempts)
-        wanted: tuple[str, ...] = ("max_seconds", *(["steps"] if self._is_script else []))
-        is_in_time = isinstance(last, AttemptEnded) and last.stopped in wanted
         is_left_out = self._agent.roster.agent.start in self._agent.epoch.excluded
         notice = f"this node was {'excluded' if is_left_out else 'a spare'}: {over}"
-        is_done = done >= self._run.steps and not self._is_script
-        if not is_done and not is_in_time:
+        if not has_ended(self._run, self._run.output, is_script=self._is_script):
+            done = saved_step(self._run.checkpoint)
             saved = f"step {done}" if done else "none"
             of = "" if self._is_script else f" of {self._run.steps} steps"
             again = "" if self._is_script else " with --resume --or-start"

@@ -80,6 +80,8 @@ class PageServer(ThreadingHTTPServer):
     """The server of one study's page."""
 
     daemon_threads = True
+    request_queue_size = 128
+    """Connections that wait to be taken: with the default of 5 a burst of them delays the page."""
 
     def __init__(self, planning: Planning, port: int = 0) -> None:
         """Listen on 127.0.0.1, on any free port if none is given."""

@@ -74,16 +74,21 @@ class Pace:
             self._usual_s = statistics.median(record.step_s for record in news)
         local = self._seen.paces()
         paces = {rank: local[place] for rank, place in self._ready.ranks.devices.items()}
-        for event in self._watch.look([record.step_s for record in news], paces, self._shown.step):
+        seconds = [record.step_s for record in news]
+        for event in self._watch.look(seconds, paces, self._steps_done()):
             log_event(self._ready, event)
             if isinstance(event, Drift):
                 self._shown.say.print(f"warning: {event.text}")
             if self._paced is not None:
                 self._paced(event)
 
+    def _steps_done(self) -> int:
+        """Return the last step, also on a node whose ranks report none."""
+        return max([self._shown.step, *(place.steps_done for place in self._seen.places())])
+
     def _look_at_memory(self, processes: Mapping[int, int], now_s: float) -> None:
         """Say which process will have used up the node's memory before the run ends."""
-        step = max(place.steps_done for place in self._seen.places())
+        step = self._steps_done()
         left_s = self._usual_s * (self._ready.run.steps - step)
         for growth in self._memory.look(processes, left_s=left_s, now_s=now_s):
             said = Drift(

@@ -83,7 +83,7 @@ class ScriptKeeper:
         self._noticed = False
         self._loss = 0.0
         self._first: int | None = None
-        self._last_saved = 0
+        self._last_saved = self._last_tried = 0
         self._step_s: list[float] = []
         self._ended_s: float | None = None
         self._begin_own_s = self._between_s = 0.0
@@ -134,7 +134,7 @@ class ScriptKeeper:
         if saved is not None and self._engine.steps < step:
             self._check(saved)
             self._engine.load(saves_in, extra=extra)
-        self._last_saved = step
+        self._last_saved = self._last_tried = step
         return goes_on
 
     def _check(self, saved: Path) -> None:
@@ -191,7 +191,7 @@ class ScriptKeeper:
                 self._copy(self._mirror, step, states)
             if self._saves:
                 self._beacon.begin_part(step, "save")
-                self._save(step, states)
+                self._save(step, states, is_last=self._noticed)
             ends = self._saves and _ends_to_grow()
             self._copies = self._saves = False
             self._taken = {}
@@ -248,14 +248,14 @@ class ScriptKeeper:
         if step > self._last_saved:
             self._beacon.begin_part(step, "save")
             states = {name: state.state_dict() for name, state in self._extra.items()}
-            self._save(step, states)
+            self._save(step, states, is_last=True)
         self._beacon.begin_part(step, "end")
 
     def _is_save_due(self, step: int) -> bool:
         assert self._first is not None
         if not self._asked and step == self._first + MEASURED_AFTER:
             self._every = self._usual_interval()
-        return self._every is not None and step - self._last_saved >= self._every
+        return self._every is not None and step - self._last_tried >= self._every
 
     def _usual_interval(self) -> int:
         """Return the steps between saves at which the least is lost, the same on all ranks."""
@@ -273,7 +273,8 @@ class ScriptKeeper:
             dist.broadcast(every, src=0, group=host_group())
         return int(every)
 
-    def _save(self, step: int, states: Mapping[str, Any]) -> None:
+    def _save(self, step: int, states: Mapping[str, Any], *, is_last: bool) -> None:
+        """Save, or say why not where another save comes; the last state is then in memory."""
         assert self._folder is not None
         begin_s = time.perf_counter()
         extra = {name: _TakenState(state) for name, state in states.items()}
@@ -283,11 +284,15 @@ class ScriptKeeper:
             if self._mirror is None:
                 raise
             # Copies outlive this process; the next save tries again.
+            if is_last:
+                self._copy(self._mirror, step, states)
+                raise
             if self._engine.leads:
                 print(f"warning: {error}; training continues", file=sys.stderr, flush=True)
-            self._last_saved = step
+            self._last_tried = step
             return
-        self._last_saved, self._wrote_s = step, time.perf_counter() - begin_s
+        self._last_saved = self._last_tried = step
+        self._wrote_s = time.perf_counter() - begin_s
         if self._metrics is not None:
             self._metrics.log_event(
                 Saved(

@@ -395,7 +395,7 @@ class Loop:
                 gc.collect(1)
         self._beacon.begin_part(self.steps_done, "end")
         self.engine.state()  # a pipeline that never drains does so now
-        saved = self._last_saved()
+        saved = self._saved_at_the_end(step_s, loss, metrics)
         if schedule is not None:
             schedule.report_last_save(metrics)
         if metrics is not None:
@@ -415,6 +415,17 @@ class Loop:
             checkpoint=object_store.shown(saved) if saved else None,
         )
 
+    def _saved_at_the_end(
+        self, step_s: Sequence[float], loss: float, metrics: Metrics | None
+    ) -> Path | None:
+        """Return the last complete checkpoint; a state that cannot be saved waits in memory."""
+        try:
+            return self._last_saved()
+        except LaunchError:
+            if self._mirror is not None:
+                self._copy(self._mirror, self.steps_done, step_s, loss, metrics, is_last=True)
+            raise
+
     def _copy(
         self,
         mirror: Mirror,
@@ -422,11 +433,13 @@ class Loop:
         step_s: Sequence[float],
         loss: float,
         metrics: Metrics | None,
+        *,
+        is_last: bool = False,
     ) -> None:
         """Copy the state where it outlives this process, and say how often that is done."""
         from meshwright.runtime.resilience.in_memory_checkpoint import MEASURED  # noqa: PLC0415
 
-        if self._used is None or not mirror.is_due(step):
+        if self._used is None or not (is_last or mirror.is_due(step)):
             return
         began_s, usual_s, before = time.thread_time(), min(step_s[-MEASURED:]), mirror.every
         snapshot = self.engine.snapshot(copied=False)

@@ -167,11 +167,13 @@ def agent_of(
     members: int,
     output: str,
     say: Callable[[str], object] = print,
+    meanwhile: Callable[[Epoch | None], None] = lambda newest: None,
 ) -> Iterator[NodeAgent]:
     """Join a run as one of its agents: with the others that start, or as a spare of one that lives.
 
     The first `members` nodes are those of its first epoch.  `folder` is that of the checkpoints,
-    and `output` is the run's where node 0 says so.
+    and `output` is the run's where node 0 says so.  While it waits for the others, `meanwhile`
+    raises what else ends this, given the newest epoch of a run whose agents do not answer.
     """
     secret = job_secret(os.environ)
     register = Register(folder)
@@ -187,7 +189,9 @@ def agent_of(
                 if agent.is_answered():
                     yield agent
                     return
-        with Rendezvous(node_rank, secret=secret) as rendezvous:
+        with Rendezvous(
+            node_rank, secret=secret, meanwhile=lambda: meanwhile(newest)
+        ) as rendezvous:
             sockets = Sockets(rendezvous.address)
             own = sockets.agent(node_rank.node)
             introduction = {"agent": own.model_dump(), "output": output, "members": members}

@@ -100,16 +100,22 @@ def adopt(folder: Path, *, say: Say) -> Path | None:
 
 
 def _save_patiently(left: LeftCopies, folder: Path, *, say: Say) -> tuple[Path | None, str | None]:
-    """Write left copies as `save_newest` does; a disk that is full now may have room soon."""
+    """Write left copies as `save_newest` does; a disk that is full now may have room soon.
+
+    An older state is written only where the newest still cannot be written in the end.
+    """
     until_s = time.monotonic() + ROOM_S
     while True:
+        is_last = time.monotonic() > until_s
         try:
-            saved, problem = save_newest(left.node, left.contexts, folder, say=say)
+            saved, problem = save_newest(
+                left.node, left.contexts, folder, say=say, also_older=is_last
+            )
             object_store.send_saved(folder, say=say)
         except (OSError, ValueError, KeyError, MeshwrightError) as error:
             saved, problem = None, str(error)
         is_known = any(key[2] in left.contexts for key in _keys(left.node, 0))
-        if problem is None or not is_known or time.monotonic() > until_s:
+        if problem is None or is_last or not is_known:
             return saved, problem
         time.sleep(1.0)
 
@@ -145,9 +151,14 @@ def _keys(node: NodeSlots, after: int) -> list[Key]:
 
 
 def save_newest(
-    node: NodeSlots, contexts: Mapping[str, CopyContext], folder: Path, *, say: Say
+    node: NodeSlots,
+    contexts: Mapping[str, CopyContext],
+    folder: Path,
+    *,
+    say: Say,
+    also_older: bool = True,
 ) -> tuple[Path | None, str | None]:
-    """Write the newest state that becomes a checkpoint; return it, and what went wrong else."""
+    """Write the newest state that becomes a checkpoint; return it, and why no newer one did."""
     problem = None
     for key in _keys(node, saved_step(folder)):
         context = contexts.get(key[2])
@@ -163,9 +174,11 @@ def save_newest(
             saved = _write_all(key, groups, context, folder)
         except (OSError, ValueError, KeyError, MeshwrightError) as error:
             problem = problem or str(error)
-            continue
+            if also_older:
+                continue
+            break
         if saved is not None:
-            return saved, None
+            return saved, problem
     return None, problem
 
 
@@ -303,15 +316,19 @@ def _write_file(pieces: Sequence[memoryview], path: Path) -> str:
     """Write a file, whole or not at all, and return its checksum."""
     digest = hashlib.sha256()
     hidden = path.with_name(f".{path.name}.{os.getpid()}")
-    with open_below(hidden, within=path.parent) as file:
-        for piece in pieces:
-            for at in range(0, piece.nbytes, PIECE_BYTES):
-                data = piece[at : at + PIECE_BYTES]
-                digest.update(data)
-                file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    hidden.rename(path)
+    try:
+        with open_below(hidden, within=path.parent) as file:
+            for piece in pieces:
+                for at in range(0, piece.nbytes, PIECE_BYTES):
+                    data = piece[at : at + PIECE_BYTES]
+                    digest.update(data)
+                    file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        hidden.rename(path)
+    except OSError:
+        hidden.unlink(missing_ok=True)  # its room is needed
+        raise
     return f"sha256:{digest.hexdigest()}"
 
 

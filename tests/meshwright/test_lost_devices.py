@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,13 +10,14 @@ from typing import Any, cast
 
 import pytest
 
+from meshwright.launch import multi_node
 from meshwright.launch.fallback_plans import FallbackPlan, FallbackPlans
 from meshwright.launch.launchable_plan import LaunchablePlan
-from meshwright.launch.multi_node import Epochs, NodeResources
+from meshwright.launch.multi_node import Epochs, LateNode, NodeResources
 from meshwright.launch.replan import VISIBLE
 from meshwright.planner.documents.document import write
 from meshwright.planner.documents.events import AttemptEnded, Decision, events_of
-from meshwright.planner.errors import LaunchError
+from meshwright.planner.errors import HandedOver, LaunchError
 from meshwright.planner.whatif.what_if_changes import changed_cluster
 from meshwright.runtime.checkpoint import checkpoint
 from meshwright.runtime.launch.launch import RankFailed
@@ -196,5 +198,52 @@ def test_a_spare_ends_well_only_where_the_run_does(
     if ends_well:
         case.epochs(spare)._end_as_spare(over)
         return
-    with pytest.raises(LaunchError, match=r"is saved of 40 steps; start the run again"):
+    with pytest.raises(LaunchError, match=r"the last saved state is .* of 40 steps; start the run again"):
         case.epochs(spare)._end_as_spare(over)
+
+
+@pytest.mark.parametrize(
+    ("saved", "stopped", "resumes", "is_script", "is_old", "is_over"),
+    [
+        (0, None, False, False, False, False),
+        (14, None, True, False, False, False),
+        (40, None, False, False, False, True),
+        (40, None, False, False, True, False),
+        (40, None, True, False, True, True),
+        (14, "max_seconds", False, False, False, True),
+        (14, "steps", True, True, False, True),
+        (14, "steps", True, True, True, False),
+        (40, None, True, True, False, False),
+    ],
+)
+def test_a_node_that_comes_when_the_run_is_over_does_not_wait_for_the_others(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    saved: int,
+    stopped: Stopped | None,
+    resumes: bool,
+    is_script: bool,
+    is_old: bool,
+    is_over: bool,
+) -> None:
+    case = Case(tmp_path, node_s=1.5, device_s=2.0)
+    run = case.run.model_copy(update={"steps": 40, "resume": resumes})
+    monkeypatch.setattr(multi_node, "saved_step", lambda _: saved)
+    file = events_file(tmp_path / "out")
+    file.touch()
+    if stopped is not None:
+        append_record(AttemptEnded(at_unix_s=1.0, stopped=stopped, after_step=saved), file)
+    if is_old:
+        os.utime(file, (1e9, 1e9))
+    signals: list[int] = []
+    late = LateNode(run, signals, is_script=is_script)
+    late.look(case.epoch)  # others may come in a moment
+    monkeypatch.setattr(multi_node, "ALONE_S", -1.0)
+    late = LateNode(run, signals, is_script=is_script)
+    late.look(None)
+
+    with pytest.raises(RunOver, match="is over") if is_over else contextlib.nullcontext():
+        late.look(case.epoch)
+    signals.append(15)
+    with pytest.raises(HandedOver):
+        late.look(None)

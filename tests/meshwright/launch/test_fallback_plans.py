@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.launch import fallback_plans as books
+from meshwright.launch.attempt import run_attempt
 from meshwright.launch.fallback_plans import (
     NICE,
     FallbackPlans,
@@ -21,6 +22,8 @@ from meshwright.launch.fallback_plans import (
 from meshwright.launch.launchable_plan import LaunchablePlan
 from meshwright.planner.documents.document import write
 from meshwright.planner.documents.plan import PlannedModel
+from meshwright.planner.errors import LaunchError
+from meshwright.runtime.launch.launch_config import Launch
 from meshwright.runtime.run.launch_options import LaunchRun
 from tests.limits import PATIENCE_S
 from tests.runtime.rooms import MODEL, ROOT, plan_of
@@ -146,3 +149,14 @@ def test_the_process_fills_the_book(tmp_path: Path) -> None:
 
     assert done.stdout.splitlines()[-1] == str(NICE)
     assert all(FallbackPlans(tmp_path).entry(fit.plan, *one) is not None for one in sizes(fit))
+
+
+def test_a_plan_that_changes_under_a_run_is_refused_at_the_restart(tmp_path: Path) -> None:
+    fit = planned(tmp_path)
+    path = Path(fit.path)
+    again = Launch(fit.path, LaunchRun(checkpoint=tmp_path), again=True)
+    training = fit.plan.training.model_copy(update={"learning_rate": 0.5})
+    write(fit.plan.model_copy(update={"training": training}), path)
+
+    with pytest.raises(LaunchError, match=r"plan.yaml: has changed since the run began"):
+        run_attempt(fit, again)

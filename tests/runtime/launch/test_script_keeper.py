@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -183,6 +184,32 @@ def test_what_was_done_last_is_saved_at_the_end(
     saved = checkpoint.newest(tmp_path / "saved")
     assert saved is not None
     assert checkpoint.progress(saved).step == 5
+
+
+def test_the_last_save_ends_well_or_not_at_all(
+    script: dict[str, Any],
+    tmp_path: Path,
+    keepers: list[ScriptKeeper],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """A save before it is tried again; the last state is copied into memory, and then it ends."""
+    engine, extra = script["begin"](False)
+    engine.resume(extra=extra)
+    copied: list[int] = []
+    keepers[0]._mirror = SimpleNamespace(is_due=lambda step: False)  # type: ignore[assignment]
+    monkeypatch.setattr(keepers[0], "_copy", lambda mirror, step, states: copied.append(step))
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise LaunchError("No space left on device")
+
+    monkeypatch.setattr(engine, "save", fail)
+    script["train"](engine, extra, 5)
+    assert "No space left on device; training continues" in capfd.readouterr().err
+    assert copied == []
+    with pytest.raises(LaunchError, match="No space left"):
+        keepers[0].finish()
+    assert copied == [5]
 
 
 def test_another_folder_or_global_batch_is_refused(script: dict[str, Any], tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from tests.runtime.rooms import MODEL, plan_of
 PLAN = plan_of(data=2)
 
 
-def fill(node: NodeSlots, rank: int, step: int = 7) -> None:
+def fill(node: NodeSlots, rank: int, step: int = 7, *, generation: int = 0) -> None:
     """Have a rank's half of a tensor in its slot."""
     values = np.full(4, float(rank), dtype="float32")
     label = {
@@ -50,7 +50,7 @@ def fill(node: NodeSlots, rank: int, step: int = 7) -> None:
         "behind": None,
         "parts": [["model.a", "float32", [8], [4 * rank], [4], 0, 16]],
     }
-    node.own[rank][0].write(label, [memoryview(values).cast("B")])
+    node.own[rank][generation].write(label, [memoryview(values).cast("B")])
 
 
 def cut(path: Path) -> None:
@@ -94,7 +94,7 @@ def test_an_error_of_a_document_goes_to_other_processes_as_it_is() -> None:
         assert (other.path, other.message, other.file) == ("a.b", "is wrong", "plan.yaml")
 
 
-def test_copies_wait_for_room_on_a_full_disk_and_older_ones_are_deleted(
+def test_the_newest_copies_wait_for_room_on_a_full_disk_and_older_ones_are_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved = tmp_path / "saved"
@@ -108,11 +108,12 @@ def test_copies_wait_for_room_on_a_full_disk_and_older_ones_are_deleted(
             slots.stays = True
             node = slots_of_node(slots.environment(2, context))
             assert node is not None
-            fill(node, 0, step)
-            fill(node, 1, step)
+            for rank in range(2):
+                fill(node, rank, step - 1, generation=1)
+                fill(node, rank, step)
 
     leave(7)
-    full = [OSError(errno.ENOSPC, "No space left on device")] * 2
+    full = [OSError(errno.ENOSPC, "No space left on device")]
     write = state_rescue._write_file
 
     def write_with_room(*arguments: Any) -> str:
@@ -131,3 +132,30 @@ def test_copies_wait_for_room_on_a_full_disk_and_older_ones_are_deleted(
     leave(8)
     state_rescue.delete_older_copies(saved)
     assert list(tmp_path.glob("meshwright-*"))
+
+
+def test_an_older_state_that_is_saved_leaves_the_newest_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    monkeypatch.setattr(shared_memory, "SHARED", tmp_path)
+    write_all = state_rescue._write_all
+
+    def write_older(key: state_rescue.Key, *rest: Any) -> Path | None:
+        if key[0] == 7:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write_all(key, *rest)
+
+    with Slots(saved) as slots:
+        node = slots_of_node(slots.environment(2, CopyContext(plan=PLAN, model=MODEL)))
+        assert node is not None
+        for rank in range(2):
+            fill(node, rank, 6, generation=1)
+            fill(node, rank, 7)
+        monkeypatch.setattr(state_rescue, "_write_all", write_older)
+        assert state_rescue.rescue(slots, saved, say=print) == saved / "step-000006"
+    monkeypatch.undo()
+    monkeypatch.setattr(shared_memory, "SHARED", tmp_path)
+
+    assert state_rescue.adopt(saved, say=print) == saved / "step-000007"
