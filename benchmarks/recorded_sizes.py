@@ -133,14 +133,17 @@ def page() -> str:
     over = [
         row
         for row in rows
-        if float(row["cpu_s"]) > MOST_CPU_S or float(row["peak_gb"]) * 1e9 > MOST_BYTES
+        if float(row["cpu_s"]) > MOST_CPU_S
+        or float(row["peak_gb"]) * 1e9 > MOST_BYTES
+        or not row["layers"]
     ]
     lines = [
         "# Models that are recorded, at the size of their release",
         "",
         f"`meshwright plan FOLDER:recorded` of {len(rows)} types of transformers, each in a "
-        f"process of its own, without weights. {len(rows) - len(over)} take at most "
-        f"{MOST_CPU_S} CPU seconds and {MOST_BYTES / 1e9:g} GB. "
+        f"process of its own, without weights. {len(rows) - len(over)} are planned in at most "
+        f"{MOST_CPU_S} CPU seconds and {MOST_BYTES / 1e9:g} GB; {len(TYPES.split()) - len(rows)} "
+        "types of the list were not measured. "
         "`python -m benchmarks.recorded_sizes --page` writes this page; configurations are "
         "retyped from a checkpoint's config.json (`benchmarks/recorded_sizes.yaml`), or are the "
         "defaults of the library's class, with the checkpoint that it names.",
