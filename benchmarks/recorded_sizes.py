@@ -3,11 +3,11 @@
     python -m benchmarks.recorded_sizes [model_type ...]          # lines, one a type
     python -m benchmarks.recorded_sizes --page > docs/results/recorded.md
 
-Configurations are the defaults of transformers' own classes, which are those of the checkpoint that
-the class names; figures that a default has smaller are retyped in `RELEASED` from that checkpoint's
-config.json.  Each is planned in a process of its own without weights and without a network, and its
-peak of resident bytes and its CPU seconds are those that the system counted for the process.  Lines
-are kept in `benchmarks/results/recorded_sizes.csv`, so that it may run in pieces.
+Configurations are retyped from a checkpoint's config.json in `recorded_sizes.yaml`, or are the
+defaults of transformers' own class, which names the checkpoint that they are of.  Each is planned
+in a process of its own without weights and without a network; its peak of resident bytes and its
+CPU seconds are those that the system counted for the process.  Lines are kept in
+`benchmarks/results/recorded_sizes.csv`, so that it may run in pieces.
 """
 
 from __future__ import annotations
@@ -24,36 +24,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 LINES = Path(__file__).parent / "results" / "recorded_sizes.csv"
 MOST_CPU_S = 60
 MOST_BYTES = 1.5e9
 STOPPED_S = 200
 """CPU seconds after which a process is ended."""
-RELEASED: Mapping[str, Mapping[str, Any]] = {
-    # bigscience/bloom-7b1, config.json
-    "bloom": {"hidden_size": 4096, "n_layer": 30, "n_head": 32},
-    "falcon_mamba": {
-        "hidden_size": 4096,
-        "num_hidden_layers": 64,
-        "intermediate_size": 8192,
-        "vocab_size": 65024,
-    },  # tiiuae/falcon-mamba-7b, config.json
-    # facebook/opt-6.7b, config.json
-    "opt": {
-        "hidden_size": 4096,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "ffn_dim": 16384,
-        "word_embed_proj_dim": 4096,
-    },
-    # state-spaces/mamba-2.8b-hf, config.json
-    "mamba": {"hidden_size": 2560, "num_hidden_layers": 64, "intermediate_size": 5120},
-    # mosaicml/mpt-7b, config.json
-    "mpt": {"d_model": 4096, "n_layers": 32, "n_heads": 32, "vocab_size": 50432},
-    # facebook/xglm-7.5B, config.json
-    "xglm": {"d_model": 4096, "num_layers": 32, "attention_heads": 32, "ffn_dim": 16384},
-}
-"""Sizes of a released checkpoint where the defaults of its class are smaller."""
+RELEASED: Mapping[str, Mapping[str, Any]] = yaml.safe_load(
+    Path(__file__).with_suffix(".yaml").read_text()
+)
+"""Checkpoint and figures of the types whose defaults are other ones."""
 TYPES = (
     "nemotron_h qwen3_5_text jamba falcon_h1 olmo_hybrid kimi_linear zamba2 longcat_flash "
     "gemma3n_text xlstm qwen3_5_moe_text bamba falcon_mamba recurrent_gemma deepseek_v32 "
@@ -77,7 +58,8 @@ def _line(kind: str) -> dict[str, str]:
     """Plan one type in a process of its own, and return what it took."""
     import transformers  # noqa: PLC0415 - not for the page
 
-    whole = transformers.AutoConfig.for_model(kind, **RELEASED.get(kind, {}))
+    released = RELEASED.get(kind, {})
+    whole = transformers.AutoConfig.for_model(kind, **released.get("config", {}))
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / kind
         whole.save_pretrained(folder)
@@ -100,7 +82,7 @@ def _line(kind: str) -> dict[str, str]:
         layers, billions, words = _answer(out.read_text(), errors.read_text(), place)
     return {
         "type": kind,
-        "checkpoint": _checkpoint(type(whole)),
+        "checkpoint": released.get("checkpoint") or f"defaults, {_checkpoint(type(whole))}",
         "billions": billions,
         "layers": layers,
         "cpu_s": f"{usage.ru_utime + usage.ru_stime:.0f}",
@@ -151,19 +133,22 @@ def page() -> str:
     over = [
         row
         for row in rows
-        if float(row["cpu_s"]) > MOST_CPU_S or float(row["peak_gb"]) * 1e9 > MOST_BYTES
+        if float(row["cpu_s"]) > MOST_CPU_S
+        or float(row["peak_gb"]) * 1e9 > MOST_BYTES
+        or not row["layers"]
     ]
     lines = [
         "# Models that are recorded, at the size of their release",
         "",
         f"`meshwright plan FOLDER:recorded` of {len(rows)} types of transformers, each in a "
-        f"process of its own, without weights. {len(rows) - len(over)} take at most "
-        f"{MOST_CPU_S} CPU seconds and {MOST_BYTES / 1e9:g} GB. "
-        "`python -m benchmarks.recorded_sizes --page` writes this page; configurations are the "
-        "defaults of the library's classes, or retyped from the checkpoint where those are "
-        "smaller.",
+        f"process of its own, without weights. {len(rows) - len(over)} are planned in at most "
+        f"{MOST_CPU_S} CPU seconds and {MOST_BYTES / 1e9:g} GB; {len(TYPES.split()) - len(rows)} "
+        "types of the list were not measured. "
+        "`python -m benchmarks.recorded_sizes --page` writes this page; configurations are "
+        "retyped from a checkpoint's config.json (`benchmarks/recorded_sizes.yaml`), or are the "
+        "defaults of the library's class, with the checkpoint that it names.",
         "",
-        "| type | checkpoint of its class | billions | layers | CPU s | peak GB | answer |",
+        "| type | checkpoint | billions | layers | CPU s | peak GB | answer |",
         "|---|---|---|---|---|---|---|",
     ]
     lines += [

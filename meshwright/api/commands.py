@@ -6,6 +6,7 @@ torch is imported only inside the calls that need it.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -82,6 +83,11 @@ from meshwright.planner.search.plan_preference import (
     not_worth_eight_bits,
 )
 from meshwright.planner.search.proof_budget import GapProgress, effort_to
+from meshwright.planner.search.recomputed_modules import (
+    recomputed_modules,
+    uses_modules,
+    with_modules,
+)
 from meshwright.planner.search.search import search
 from meshwright.planner.solver.graph_instance import GraphSolution
 from meshwright.planner.solver.partition_problem import CutOff, Infeasible, Unfinished
@@ -250,6 +256,17 @@ def answer_to(
         step_s = result.answer.prediction.step_time_s
         if searched is None or step_s < searched.answer.prediction.step_time_s:
             searched, request = result, wanted
+    for wanted in with_modules(request, searched):
+        below_s = math.inf if searched is None else searched.answer.closed_form.objective_s
+        try:
+            result = search_parts(
+                wanted, prefer, solver=solver, top=top, effort=effort_to(gap), below_s=below_s
+            )
+        except NoPlanFits:
+            continue
+        step_s = math.inf if searched is None else searched.answer.prediction.step_time_s
+        if uses_modules(result.answer.plan) and result.answer.prediction.step_time_s < step_s:
+            searched, request = result, wanted
     if searched is None:
         assert refused is not None
         raise type(refused)(f"{refused}{_with_less_surety(request)}") from refused
@@ -262,6 +279,7 @@ def answer_to(
     prediction = prediction.with_notes(
         *dividing_batch(request, searched),
         *_open_gap(answer.certificate, gap),
+        *recomputed_modules(answer.plan),
         *without_effect(request.pins, answer.plan.layout),
         *not_worth_eight_bits(searched.part.request, answer.plan, prediction),
         *faster_by_options(searched.part.request, answer.plan, prediction),

@@ -18,7 +18,12 @@ from typing import Any, ClassVar, Literal, Self, get_args
 from pydantic import Field, model_validator
 
 from meshwright.planner.documents.document import Document, Part, nearest
-from meshwright.planner.documents.framework_space import ConditionText, Space, StageRule
+from meshwright.planner.documents.framework_space import (
+    ConditionText,
+    RecomputeModule,
+    Space,
+    StageRule,
+)
 from meshwright.planner.documents.plan import Scales
 from meshwright.planner.documents.units import (
     Amount,
@@ -46,13 +51,6 @@ Accumulation = Literal["none", "same_type", "into_sum", "cast_then_add", "in_pro
 Sends = Literal["each", "once"]
 Biases = Literal["products", "rows", "weighed"]
 SelectiveRecompute = Literal["outputs", "attention", "operators", "blocks", "modules"]
-RecomputeModule = Literal[
-    "act", "core-attn", "layernorm", "mla-up-proj", "mlp", "moe", "moe-act", "shared-experts"
-]
-"""Parts of a block that Megatron Core recomputes one by one (transformer_config.py,
-recompute_modules): norms, projections up from latents and activations of experts are made again
-without their outputs being kept; the others are checkpoints of their own.  `act` is the activation
-of a feed-forward without experts."""
 CHEAP_MODULES: tuple[RecomputeModule, ...] = ("act", "layernorm", "mla-up-proj", "moe-act")
 """Modules that are cheap to recompute (DeepSeek-V3, section 3.2.3, arXiv:2412.19437)."""
 Reported = Literal["allocated", "reserved"]

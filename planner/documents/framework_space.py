@@ -271,6 +271,15 @@ class Conflict(Part):
         return _NAMED.sub(lambda name: str(FACTS[name[1]](facts)), self.why)
 
 
+RecomputeModule = Literal[
+    "act", "core-attn", "layernorm", "mla-up-proj", "mlp", "moe", "moe-act", "shared-experts"
+]
+"""Parts of a block that Megatron Core recomputes one by one (transformer_config.py,
+recompute_modules): norms, projections up from latents and activations of experts are made again
+without their outputs being kept; the others are checkpoints of their own.  `act` is the activation
+of a feed-forward without experts."""
+
+
 class Space(Part):
     """Layouts that a framework executes, by its source and documentation; defaults exclude none."""
 
@@ -282,6 +291,8 @@ class Space(Part):
     """Recomputations that layers may have."""
     selective_core: Flag = False
     """Blocks may recompute written-out attention too."""
+    modules: tuple[RecomputeModule, ...] = ()
+    """Parts of blocks that may be recomputed one by one; each set is an option of the framework."""
     recompute_by_layer: Flag = True
     """Each layer has its own recomputation; else all blocks have the same, and embedding and head
     have none."""

@@ -214,7 +214,7 @@ def _plain_values(flags: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of flags as a YAML document has them."""
     values = {key: value[0] if isinstance(value, list) else value for key, value in flags.items()}
     return {
-        key: document.plain(value) if _NUMBER.fullmatch(str(value)) else value
+        key: document.plain(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
         for key, value in values.items()
     }
 

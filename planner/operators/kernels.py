@@ -19,9 +19,9 @@ if TYPE_CHECKING:
         Biases,
         Framework,
         Loss,
-        RecomputeModule,
         SelectiveRecompute,
     )
+    from meshwright.planner.documents.framework_space import RecomputeModule
     from meshwright.planner.documents.training import FrozenWeights
 
 Scores = Literal["module", "fused", "written"]

@@ -23,7 +23,8 @@ from meshwright.planner.operators.kernels import MODULES, KernelSettings
 
 if TYPE_CHECKING:
     from meshwright.planner.documents.cluster import Collective, Precision
-    from meshwright.planner.documents.framework import RecomputeModule, SelectiveRecompute
+    from meshwright.planner.documents.framework import SelectiveRecompute
+    from meshwright.planner.documents.framework_space import RecomputeModule
     from meshwright.planner.documents.plan import Dispatch, Scales
     from meshwright.planner.documents.profile import ChunkedLoss, Recompute
     from meshwright.planner.operators.expert_routing import Routing

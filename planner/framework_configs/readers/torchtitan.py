@@ -583,13 +583,23 @@ def _quantize(model: Settings, quantize: Settings, config: ParsedConfig) -> None
         config.gather(experts, f"quantize.grouped_mm.{name}")
     read = {"float8", *_CONVERTER_NAMES}
     config.unknown += [f"model.converters={name}" for name in sorted(names - read)]
-    if float8 or mx:
+    chosen = "float8" if float8 else "mx" if mx else None
+    for name, section in settings.items():
+        if name != chosen:
+            if not names - read:  # else it may be a converter's that is not known
+                section.idle(*section.unread)
+            config.gather(section, f"quantize.linear.{name}")
+    if chosen is not None:
         config.precision = "fp8" if float8 else "mxfp8"
-        if f"quantize.grouped_mm.{'float8' if float8 else 'mx'}" in names:
+        if f"quantize.grouped_mm.{chosen}" in names:
             config.options.append("narrow-experts")
-    section = settings["float8" if float8 else "mx"]
+        _converted(chosen, settings[chosen], config)
+
+
+def _converted(chosen: str, section: Settings, config: ParsedConfig) -> None:
+    """Read the settings of the converter of products that runs."""
     recipe = section.word("recipe_name")
-    if float8:
+    if chosen == "float8":
         config.scales = "tensorwise" if recipe is None else recipe
         if config.scales not in _RECIPES:
             raise DocumentError(
@@ -600,7 +610,7 @@ def _quantize(model: Settings, quantize: Settings, config: ParsedConfig) -> None
             config.axes["weight_gather_dtype"] = "fp8"
         section.expect("precompute_float8_dynamic_scale_for_fsdp", True, False)
         section.expect("force_recompute_fp8_weight_in_bwd", False)
-    elif mx:
+    else:
         section.expect("recipe_name", *_MX_RECIPES)
     left, taken = set(section.words("filter_fqns")) - {""}, section.pop("fqns")
     if "auto_filter_small_kn" in left:
@@ -609,6 +619,6 @@ def _quantize(model: Settings, quantize: Settings, config: ParsedConfig) -> None
         section.name("filter_fqns")
     if taken and taken != ["layers"]:
         section.name("fqns")
-    config.gather(section, f"quantize.linear.{'float8' if float8 else 'mx'}")
-    if taken == [] or (float8 and not left & {"lm_head", "output"}):
+    config.gather(section, f"quantize.linear.{chosen}")
+    if taken == [] or (chosen == "float8" and not left & {"lm_head", "output"}):
         config.assumed.append("the output layer, which is converted too, stays in 16 bits")
