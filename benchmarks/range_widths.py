@@ -23,6 +23,7 @@ import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import mean, variance
 from typing import NamedTuple
 
 import numpy as np
@@ -181,6 +182,40 @@ def share_inside(inside: Mapping[str, Sequence[bool]]) -> float:
     whole = {name: min(1.0, len(each) / WHOLE) for name, each in inside.items()}
     total = sum(whole[name] * sum(each) / len(each) for name, each in inside.items())
     return total / sum(whole.values())
+
+
+def source_variance(inside: Mapping[str, Sequence[bool]]) -> float:
+    """Return the variance between sources of their shares inside, beyond that of few runs.
+
+    Of sources of ten runs or more, by moments: the variance of their shares less the mean of those
+    that runs drawn one by one would have.
+
+    >>> source_variance({"a": [True] * 10, "b": [False] * 10})
+    0.5
+    """
+    shares = {name: sum(each) / len(each) for name, each in inside.items() if len(each) >= WHOLE}
+    if len(shares) < 2:
+        return 0.0
+    drawn = mean(share * (1 - share) / len(inside[name]) for name, share in shares.items())
+    return max(0.0, variance(shares.values()) - drawn)
+
+
+def standard_error(inside: Mapping[str, Sequence[bool]], between: float, share: float) -> float:
+    """Return the standard error of `share_inside` where `share` of all runs lie inside.
+
+        s^2 = sum_i w_i^2 (between + p (1 - p) / n_i) / (sum_i w_i)^2
+
+    Sources are drawn, with a variance `between` them, and n_i runs of each.
+
+    >>> round(standard_error({"a": [True] * 16}, 0.0, 0.8), 3)
+    0.1
+    """
+    whole = {name: min(1.0, len(each) / WHOLE) for name, each in inside.items()}
+    parts = (
+        whole[name] ** 2 * (between + share * (1 - share) / len(each))
+        for name, each in inside.items()
+    )
+    return math.sqrt(sum(parts)) / sum(whole.values())
 
 
 def main(path: str) -> None:
