@@ -45,7 +45,7 @@ from meshwright.planner.search.plan_preference import BESIDE, Prefer, with_prefe
 from meshwright.planner.search.proof_account import of_parts
 from meshwright.planner.search.proof_budget import BRIEF, NEAR, USUAL, Effort, GapProgress
 from meshwright.planner.search.queue import Queue
-from meshwright.planner.search.search import MARGIN, check_request, search, spaces_of
+from meshwright.planner.search.search import MARGIN, check_request, no_plan, search, spaces_of
 from meshwright.planner.search.spaces.chain import ChainSpace
 from meshwright.planner.search.spaces.simulated_chain import SimulatedChain, Spent
 from meshwright.planner.system.gc_pause import pause_collector
@@ -216,8 +216,9 @@ def search_parts(
     if best is None:
         if below_s < math.inf:
             raise NoneFaster(f"no plan takes less than {below_s:g} s")
-        search(request, solver=solver, store=store)  # says why
-        raise NoPlanFits(f"no plan of {request.model.name} fits a part of {request.cluster.name}")
+        if groups > 1 or request.model.edges:
+            search(request, solver=solver, store=store)  # some layouts tell what they lack
+        raise no_plan(request, store=store)
     if prefer is not None and parts.whole is not None and not best.part.whole:
         best = _with_all_devices(request, parts.whole, best, prefer)
     certificate = of_parts(
