@@ -32,12 +32,12 @@ def _work(orders: MeasurementOrders, rank: int, folder: Path) -> None:
 
     join(orders.device, rank=rank, world_size=orders.ranks, timeout_s=orders.timeout_s)
 
-    def tell(doing: str, share: float) -> None:
+    def report(doing: str, share: float) -> None:
         if rank == orders.first_rank:
             write_progress(folder, doing, share)
 
     module, _, function = orders.work.partition(":")
-    result = getattr(importlib.import_module(module), function)(orders.arguments, tell)
+    result = getattr(importlib.import_module(module), function)(orders.arguments, report)
     if rank == orders.first_rank:
         write_text(json.dumps(result), folder / "result.json")
     dist.barrier()

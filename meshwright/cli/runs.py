@@ -110,7 +110,9 @@ def run(
     ] = None,
     checkpoint_every: Annotated[
         int | None,
-        typer.Option("--checkpoint-every", help="Steps; default: where the least is lost"),
+        typer.Option(
+            "--checkpoint-every", help="Steps; default: the interval that loses least time"
+        ),
     ] = None,
     scale_up_after: Annotated[
         float,

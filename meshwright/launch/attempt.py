@@ -60,8 +60,8 @@ def run_attempt(
     devices = [group.devices_per_node for group in machine.groups for _ in range(group.nodes)]
     if node_rank.nodes > 1 and node_rank.nodes != len(devices):
         raise LaunchError(
-            f"the plan is for {len(devices)} nodes ({wanted.cluster}), and {node_rank.source} says "
-            f"that there are {node_rank.nodes}; plan again for what is there, or add --replan"
+            f"the plan is for {len(devices)} nodes ({wanted.cluster}), but {node_rank.source} "
+            f"gives {node_rank.nodes}. Plan for these nodes, or add --replan"
         )
     warning = caveat(graph, machine)
     if warning is not None:
@@ -69,8 +69,8 @@ def run_attempt(
     accelerator = machine.groups[0].accelerator
     if accelerator.kind != "cpu" and not cuda_devices():
         raise LaunchError(
-            f"the plan is for {wanted.cluster}, and this machine has no {accelerator.name}; "
-            "launch it where the devices are, or plan again for --cluster local"
+            f"the plan is for {wanted.cluster}, but this machine has no {accelerator.name}. "
+            "Launch it on those devices, or plan for --cluster local"
         )
     prediction = predict_plan(wanted, graph, machine, fit.measured)
     measured_s = account_of(run.output) if run.output is not None else RunSeconds()
@@ -149,11 +149,11 @@ def with_interval(
     every = saves.every_steps(step_s)
     if not quiet and (hours > LONG_RUN_HOURS or every < run.steps):
         took = seconds_text(every * step_s)
-        where = f"every {every} steps" if every < run.steps else "after the last step alone"
+        where = f"every {every} steps" if every < run.steps else "after the last step only"
         print(
-            f"meshwright: checkpoints are saved {where}: the least is lost at one every {took}, "
-            f"with {saves.failures_per_hour:.3g} failures an hour, in {hours:.3g} hours; this is "
-            "computed again as saves are measured, and --checkpoint-every sets another interval",
+            f"meshwright: checkpoints are saved {where}. One every {took} loses least time, at "
+            f"{saves.failures_per_hour:.3g} failures an hour over {hours:.3g} hours. Measured "
+            "saves will refine the interval; --checkpoint-every sets another",
             file=sys.stderr,
         )
     return run.model_copy(update={"checkpoint_every": every})
@@ -176,7 +176,7 @@ def decision_record(
 ) -> Decision:
     """Return and report the record of a reaction after which training goes on under a plan."""
     if not quiet:
-        until = f"; ranks should train in {seconds_text(predicted_s)}" if predicted_s else ""
+        until = f"; training should resume in {seconds_text(predicted_s)}" if predicted_s else ""
         print(f"meshwright: {reaction}, because {why}{until}", file=sys.stderr)
     return Decision(
         at_unix_s=unix_now_s(),
@@ -192,7 +192,9 @@ def decision_record(
 def stop_if_preempted(noticed: Sequence[int], failed: LaunchError) -> None:
     """Raise HandedOver where a notice came while no ranks ran: all that counts is saved."""
     if noticed:
-        raise HandedOver(f"a notice came after this: {failed}; start it again with --resume")
+        raise HandedOver(
+            f"a notice to stop came after a failure ({failed}); start again with --resume"
+        )
 
 
 def copy_bytes(fit: LaunchablePlan) -> float:

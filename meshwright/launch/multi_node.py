@@ -263,7 +263,9 @@ class Epochs:
         if agent.roster.is_member:
             return
         is_left_out = agent.roster.agent.start in agent.epoch.excluded
-        waits = "is left out, and waits for the end" if is_left_out else "waits as a spare"
+        waits = (
+            "is excluded and waits for the end of the run" if is_left_out else "waits as a spare"
+        )
         self._print_notice(f"node {agent.roster.agent.node} {waits}")
         if not self._is_script and not is_left_out:  # a script's ranks are started afresh
             self._warm()
@@ -283,7 +285,7 @@ class Epochs:
 
     def _end_spare(self) -> None:
         if self._signals:
-            raise HandedOver("a notice came while this node was a spare")
+            raise HandedOver("this node got a notice to stop while it was a spare")
 
     def _end_as_spare(self, over: RunOver) -> None:
         """Say that the run is over; raise LaunchError where it has not come to its end."""
@@ -296,13 +298,15 @@ class Epochs:
         wanted: tuple[str, ...] = ("max_seconds", *(["steps"] if self._is_script else []))
         is_in_time = isinstance(last, AttemptEnded) and last.stopped in wanted
         is_left_out = self._agent.roster.agent.start in self._agent.epoch.excluded
-        notice = f"this node was {'left out' if is_left_out else 'a spare'}: {over}"
+        notice = f"this node was {'excluded' if is_left_out else 'a spare'}: {over}"
         is_done = done >= self._run.steps and not self._is_script
         if not is_done and not is_in_time:
-            saved = f"step {done}" if done else "nothing"
+            saved = f"step {done}" if done else "none"
             of = "" if self._is_script else f" of {self._run.steps} steps"
             again = "" if self._is_script else " with --resume --or-start"
-            raise LaunchError(f"{notice}; {saved} is saved{of}; start the run again{again}")
+            raise LaunchError(
+                f"{notice}; the last saved state is {saved}{of}; start the run again{again}"
+            )
         self._print_notice(notice)
 
     def _regroup(self, failed: RankFailed | NodeLeft) -> None:
@@ -441,7 +445,7 @@ class Epochs:
         evidence = end.said or str(failed)
         if len(proposal.lost) > 1:
             named = ", ".join(str(node.node) for node in proposal.lost)
-            evidence = f"nodes {named} are gone; {evidence}"
+            evidence = f"nodes {named} were lost; {evidence}"
         incident = Incident(
             at_unix_s=at_unix_s,
             cause=end.cause,
@@ -534,9 +538,9 @@ class ScaleUp:
             if math.isinf(left_s)
             else f"{seconds_text(left_s * saved)} of {seconds_text(left_s)}"
         )
-        self.why = f"{nodes - len(epoch.members)} more nodes are there, and save {gain}"
+        self.why = f"{nodes - len(epoch.members)} more nodes are available and save {gain}"
         growth.request_end(self._run.output)
-        notice = f"ranks end after the next save, because {self.why}"
+        notice = f"ranks will restart after the next save: {self.why}"
         print(f"meshwright: {lines(notice)}", file=sys.stderr)
 
     def _largest(self, nodes: int, there: int) -> tuple[int, float] | None:
@@ -602,7 +606,7 @@ class StragglerReplacement:
         each = seconds_text(slow.measured_s - slow.predicted_s)
         gain = f"{each} of each step" if math.isinf(left) else seconds_text(gain_s)
         raise RankSlow(
-            f"{slow.text}; a spare that takes its node's place should cost {seconds_text(cost_s)} "
+            f"{slow.text}; a spare takes its node's place: this should cost {seconds_text(cost_s)} "
             f"and the steps since the last copy, and save {gain}",
             output=self._run.output,
             end=RankEnd(cause="straggler", rank=slow.rank or 0, after_step=step),

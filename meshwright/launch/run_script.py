@@ -140,8 +140,8 @@ def run_script(
     if node_rank.nodes > 1 and node_rank.nodes != len(devices):
         planned = "1 node" if len(devices) == 1 else f"{len(devices)} nodes"
         raise LaunchError(
-            f"the plan is for {planned} ({wanted.cluster}), and {node_rank.source} says that there "
-            f"are {node_rank.nodes}; plan again for what is there, or add --elastic"
+            f"the plan is for {planned} ({wanted.cluster}), but {node_rank.source} gives "
+            f"{node_rank.nodes}. Plan for these nodes, or add --elastic"
         )
     with spooled(None if checkpoint is None else Path(checkpoint)) as saved:
         done = script_run.run_script(

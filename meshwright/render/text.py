@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright.planner.documents.units import bytes_text, seconds_text
@@ -15,6 +16,7 @@ from meshwright.planner.report.text import (
     job_text,
     prediction_facts,
 )
+from meshwright.planner.system.safe_files import path_from_here
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -349,8 +351,9 @@ def goodput_parts(
 
 def _paths(**paths: str | None) -> Summary:
     """Return paths one below the other, each whole however long, since readers copy them."""
-    shown = [(label, path) for label, path in paths.items() if path]
-    facts = [Fact(label=label, text=path, copied=True) for label, path in shown]
+    shown = {label: path for label, path in paths.items() if path}
+    texts = {k: str(path_from_here(p)) if Path(p).is_absolute() else p for k, p in shown.items()}
+    facts = [Fact(label=label, text=text, copied=True) for label, text in texts.items()]
     return Summary("", facts, whole=True)
 
 

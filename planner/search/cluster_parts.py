@@ -346,7 +346,7 @@ class _PartSearch:
         """Return the layouts of a part whose degrees may be faster than the best that is known."""
         name, request = part.request.cluster_name, part.request
         if name not in self._spaces:
-            some = degrees.below(request, self.limit_s(part))
+            some = degrees.degrees_below(request, self.limit_s(part))
             spaces: list[Any] = []
             if some:
                 with contextlib.suppress(DocumentError):

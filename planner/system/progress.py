@@ -25,7 +25,7 @@ class ProgressLines:
         """Tell of this while it is the innermost work."""
         self._running.append(text)
         if self._thread is None:  # most work needs none
-            self._thread = threading.Thread(target=self._tell, daemon=True)
+            self._thread = threading.Thread(target=self._print_waits, daemon=True)
             self._thread.start()
         try:
             yield
@@ -38,7 +38,7 @@ class ProgressLines:
         if self._thread is not None:
             self._thread.join()
 
-    def _tell(self) -> None:
+    def _print_waits(self) -> None:
         before = ""
         while not self._done.wait(self._silent_s):
             text = "".join(self._running[-1:])

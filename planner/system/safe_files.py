@@ -85,6 +85,12 @@ def replace_file(text: str, path: Path, *, private: bool = False) -> None:
         raise _unwritable(error, path) from error
 
 
+def path_from_here(path: Path | str) -> Path:
+    """Path as a user writes it: relative if it lies in the current folder."""
+    path, here = Path(path), Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
 def folder_within(within: Path, name: str, *, emptied_of: str | None = None) -> Path:
     """Make a folder below one that a user named, or find it there, if it is no link.
 

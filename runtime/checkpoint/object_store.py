@@ -116,7 +116,7 @@ class ObjectStore:
                 f"{address}: {error}; install what opens it (s3fs, gcsfs, huggingface_hub)"
             ) from None
 
-    def _ask(
+    def _retry(
         self,
         what: str,
         action: Callable[[], _T],
@@ -151,13 +151,13 @@ class ObjectStore:
 
     def put(self, file: Path, name: str, *, patience_s: float | None = None) -> None:
         """Store a file; what had the name before is replaced."""
-        self._ask(
+        self._retry(
             f"storing {name}",
-            lambda: self._put(file.read_bytes, file, name),
+            lambda: self._upload(file.read_bytes, file, name),
             patience_s=patience_s,
         )
 
-    def _put(self, content: Callable[[], bytes], file: Path | None, name: str) -> None:
+    def _upload(self, content: Callable[[], bytes], file: Path | None, name: str) -> None:
         path = self._path(name)
         self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
         if file is None:
@@ -167,7 +167,7 @@ class ObjectStore:
 
     def put_text(self, text: str, name: str) -> None:
         """Store a text; what had the name before is replaced."""
-        self._ask(f"storing {name}", lambda: self._put(text.encode, None, name))
+        self._retry(f"storing {name}", lambda: self._upload(text.encode, None, name))
 
     def create(self, text: str, name: str) -> bool:
         """Store a text under a name that nothing has; say whether it was so."""
@@ -190,7 +190,7 @@ class ObjectStore:
                 raise
             return True
 
-        return self._ask(f"storing {name}", write)
+        return self._retry(f"storing {name}", write)
 
     def get(self, name: str, file: Path) -> None:
         """Have a stored file on the disk, whole or not at all."""
@@ -201,13 +201,13 @@ class ObjectStore:
             hidden.rename(file)
 
         try:
-            self._ask(f"reading {name}", read, is_read=True)
+            self._retry(f"reading {name}", read, is_read=True)
         finally:
             hidden.unlink(missing_ok=True)
 
     def text(self, name: str, *, most: int = 2**24) -> str:
         """Return a stored text; FileNotFoundError where there is none."""
-        content = self._ask(
+        content = self._retry(
             f"reading {name}",
             lambda: self._fs.cat_file(self._path(name), start=0, end=most),
             is_read=True,
@@ -228,7 +228,7 @@ class ObjectStore:
                 for name, about in found.items()
             }
 
-        return self._ask(f"listing {under or 'it'}", find, patience_s=patience_s)
+        return self._retry(f"listing {under or 'it'}", find, patience_s=patience_s)
 
     def remove(self, name: str) -> None:
         """Delete what has a name, or is below it."""
@@ -237,13 +237,13 @@ class ObjectStore:
             with contextlib.suppress(FileNotFoundError):
                 self._fs.rm(self._path(name), recursive=True)
 
-        self._ask(f"deleting {name}", delete)
+        self._retry(f"deleting {name}", delete)
 
     def check(self) -> None:
         """Raise LaunchError where it cannot be written to."""
-        self._ask(
+        self._retry(
             "storing a first text",
-            lambda: self._put(lambda: b"checkpoints of meshwright", None, "about.txt"),
+            lambda: self._upload(lambda: b"checkpoints of meshwright", None, "about.txt"),
             patience_s=START_PATIENCE_S,
         )
 

@@ -136,8 +136,8 @@ def launch(asked: Launch) -> RunReport | None:
                 raise
             _rescue(ready, asked, say)
             raise LaunchError(
-                f"{error.filename}: {error.strerror} {shown.progress_text}{way_on(ready)}. The "
-                f"folder of a run, {ready.output}, must stay as it is until the run has ended"
+                f"{error.filename}: {error.strerror} {shown.progress_text}{way_on(ready)}. Do not "
+                f"change the folder of the run, {ready.output}, while it runs"
             ) from error
         finally:
             shown.close()
@@ -200,8 +200,8 @@ def _warn(ready: Preflight, asked: Launch, say: Terminal) -> None:
     elastic = asked.elastic and not asked.dry_run
     if elastic and ready.plan.mesh.data_replicate == 1 and ready.ranks.world > 1:
         say.print(
-            "warning: no two ranks hold the same parameters, so flipped bits in them are not "
-            "found; data_replicate of 2 and more compares them"
+            "warning: flipped bits in parameters will not be detected, since no two ranks hold the "
+            "same ones; a plan with data_replicate of 2 or more compares them"
         )
 
 
@@ -341,7 +341,7 @@ def _report(
     if not ready.ranks.leads:
         stopped = {record["stopped"] for record in records.values()}
         if "notice" in stopped:
-            raise HandedOver(f"a notice ended the run{way_on(ready)}")
+            raise HandedOver(f"the run stopped on notice{way_on(ready)}")
         if "grow" in stopped:
             raise EndsToGrow(growth.REASON, output=ready.output)
         return None
@@ -366,7 +366,7 @@ def _report(
         run.write_json(report, file)
     if report.stopped == "notice":
         raise HandedOver(
-            f"a notice ended the run after step {done} of {orders.steps}{way_on(ready)}, and the "
-            f"report is in {file}; start it again with --resume"
+            f"the run stopped on notice after step {done} of {orders.steps}{way_on(ready)}. Its "
+            f"report is {file}. Start it again with --resume"
         )
     return report

@@ -118,14 +118,14 @@ class ScriptKeeper:
         ours = self._folder
         if ours is not None and folder is not None and folder.resolve() != ours.resolve():
             raise LaunchError(
-                f"resume: names {folder}, and meshwright run saves in {ours}; call "
-                "engine.resume() without a folder, or name the same"
+                f"engine.resume() got the folder {folder}, but meshwright run saves in {ours}. "
+                "Leave out the folder, or give that one"
             )
         saves_in = self._folder or folder
         if saves_in is None:
             raise LaunchError(
-                "resume: name a folder of checkpoints, or start the script with meshwright run "
-                "--checkpoint FOLDER"
+                "engine.resume() has no folder of checkpoints. Give it one, or start the script "
+                "with meshwright run --checkpoint FOLDER"
             )
         self._extra = extra
         saved = checkpoint_in(saves_in)
@@ -145,9 +145,9 @@ class ScriptKeeper:
         before = read(Plan, saved / checkpoint.PLAN).global_batch
         if before != self._engine.plan.global_batch:
             raise LaunchError(
-                f"{saved}: was trained with a global batch of {before}, and the plan has "
-                f"{self._engine.plan.global_batch}; run with a plan of the same, or call "
-                "engine.load(folder) in a script that means another"
+                f"{saved}: the checkpoint has a global batch of {before}, and the plan has "
+                f"{self._engine.plan.global_batch}. Use a plan with the same batch, or call "
+                "engine.load(folder) if the script changes the batch on purpose"
             )
 
     def _go_on_from_copy(self, saved_step: int) -> bool:
@@ -163,14 +163,16 @@ class ScriptKeeper:
             return False
         source = f"the copy in memory of step {kept.step}"
         if kept.identity is None:
-            raise LaunchError(f"{source} does not say of what it is; resume a checkpoint")
+            raise LaunchError(
+                f"{source} does not name its script and plan; resume from a checkpoint"
+            )
         kept.identity.check(self._identity, source=source)
         if wrong := kept.used.wrong(kept.snapshots[0].next_sample):
-            raise LaunchError(f"{source} says that {wrong}")
+            raise LaunchError(f"{source} cannot be used: {wrong}")
         self._engine.restore(kept.snapshots)
         state.take_own(kept.files, self._extra or {})
         if self._engine.leads:
-            print(f"going on from {source}", file=sys.stderr, flush=True)
+            print(f"resuming from {source}", file=sys.stderr, flush=True)
         return True
 
     # --- keeping ------------------------------------------------------------------------------
@@ -196,7 +198,7 @@ class ScriptKeeper:
             if ends and not self._noticed:
                 raise HandedOver(growth.REASON)
         if self._noticed and self._extra is not None and self._folder is not None:
-            raise HandedOver(f"a notice ended the script after step {step}")
+            raise HandedOver(f"the script stopped on notice after step {step}")
         self._beacon.begin_part(step + 1, "step")
         self._begin_own_s = self._own_s()
 
@@ -238,8 +240,8 @@ class ScriptKeeper:
         if self._is_joined and not dist.is_initialized():
             if step > self._last_saved and self._engine.leads:
                 print(
-                    f"warning: the script has left its process group, so step {step} is not saved; "
-                    "call engine.save() before, or leave the group to its end",
+                    f"warning: step {step} is not saved, since the script has left its process "
+                    "group; call engine.save() before it leaves",
                     file=sys.stderr,
                 )
             return
@@ -282,7 +284,7 @@ class ScriptKeeper:
                 raise
             # Copies outlive this process; the next save tries again.
             if self._engine.leads:
-                print(f"warning: {error}; training goes on", file=sys.stderr, flush=True)
+                print(f"warning: {error}; training continues", file=sys.stderr, flush=True)
             self._last_saved = step
             return
         self._last_saved, self._wrote_s = step, time.perf_counter() - begin_s

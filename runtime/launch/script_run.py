@@ -40,7 +40,7 @@ from meshwright.planner.documents.plan import Plan
 from meshwright.planner.documents.prediction import Prediction
 from meshwright.planner.documents.units import count_text, seconds_text
 from meshwright.planner.errors import HandedOver, Interrupted, LaunchError, MeshwrightError
-from meshwright.planner.system.safe_files import folder_within
+from meshwright.planner.system.safe_files import folder_within, path_from_here
 from meshwright.runtime.checkpoint import commit_recovery, object_store
 from meshwright.runtime.launch import failure_cause as faults
 from meshwright.runtime.launch.failure_report import (
@@ -410,7 +410,7 @@ def _attempt(
 
 def _log_of(started: _Started, bad: BadEnd) -> str:
     """Return where the log of the rank that ended is, with its end if it was not shown."""
-    log = _from_here(run.log_file(started.folder, bad.cause.rank))
+    log = path_from_here(run.log_file(started.folder, bad.cause.rank))
     shown = started.ranks.leads and bad.cause.rank == 0
     return f". Its log is {log}" if shown else log_end(log)
 
@@ -734,12 +734,6 @@ def _check_script(script: Path) -> None:
         raise LaunchError(
             f"{script}: is no Python script: {error or 'nested too deeply'}"
         ) from None
-
-
-def _from_here(path: Path) -> Path:
-    """Return a path as a user would write it."""
-    here = Path.cwd()
-    return path.relative_to(here) if path.is_relative_to(here) else path
 
 
 def _steps_done(folder: Path) -> int:

@@ -305,12 +305,12 @@ class Loop:
         source = f"the copy in memory of step {kept.step}"
         if kept.identity is None:
             raise LaunchError(
-                f"{source} does not say of what model and data it is; resume a checkpoint"
+                f"{source} does not name its model and data; resume from a checkpoint"
             )
         kept.identity.check(self._identity, source=source)
         self.engine.restore(kept.snapshots)
         if wrong := kept.used.wrong(self.engine.next_sample):
-            raise LaunchError(f"{source} says that {wrong}")
+            raise LaunchError(f"{source} cannot be used: {wrong}")
         assert self._used is not None
         self._used.go_on_from(kept.used)
         self.steps_done = kept.step
@@ -601,8 +601,8 @@ class Loop:
         last = f"the last good checkpoint is {saved}" if saved else "nothing was saved"
         if again_from is not None:
             last = (
-                f"the same came again from the state after step {again_from}, so it is the data or "
-                f"the model and no device; {last}"
+                f"a replay from step {again_from} gave the same, so the cause is the data or the "
+                f"model, not a device; {last}"
             )
         raise NotANumber(
             f"step {self.steps_done + 1} gave loss {result.loss:g} and gradient norm "

@@ -92,7 +92,7 @@ def _from_own(copies: Sequence[RankCopy], needed: Mapping[str, Box]) -> Found | 
     """Return what is needed where each rank has all of it itself."""
     rank = dist.get_rank()
     parts = _parts([copy.label for copy in copies])
-    wanted = _wants(parts, dict.fromkeys(parts, rank), needed)
+    wanted = _wanted_boxes(parts, dict.fromkeys(parts, rank), needed)
     if not all(all_gather_json(wanted is not None)):
         return None
     assert wanted is not None
@@ -112,7 +112,7 @@ def _from_all(copies: Sequence[RankCopy], needed: Mapping[str, Box]) -> Found | 
         part: rank if rank in holders_of_part else holders_of_part[rank % len(holders_of_part)]
         for part, holders_of_part in there.items()
     }
-    wanted = _wants(parts, holders, needed)
+    wanted = _wanted_boxes(parts, holders, needed)
     asked = all_gather_json(wanted)
     if None in asked:
         return None
@@ -151,7 +151,7 @@ def _parts(labels: Sequence[Mapping[str, Any]]) -> Parts:
     }
 
 
-def _wants(
+def _wanted_boxes(
     parts: Parts, holders: Mapping[int, int], needed: Mapping[str, Box]
 ) -> list[Want] | None:
     """Return the boxes that a rank asks for; None where they do not make up what it needs."""

@@ -40,7 +40,7 @@ class LaunchRun(Part):
     )
     checkpoint_every: int | None = Field(
         default=None,
-        description="Steps; default: where the least is lost, by failure rates and measured saves",
+        description="Steps; default: the interval that loses least time by measured saves",
     )
     keep_checkpoints: int = Field(default=2, description="Keep only the newest N")
     resume: bool = Field(default=False, description="Continue from the newest checkpoint")

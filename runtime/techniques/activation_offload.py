@@ -48,7 +48,7 @@ Beside = Callable[[], Iterable[Tensor]]
 class Parcel(Protocol):
     """Elements of one storage, packed."""
 
-    def whole(self) -> Tensor:
+    def elements(self) -> Tensor:
         """Return the elements, [element], on the device."""
         ...
 
@@ -64,7 +64,7 @@ class _View:
     like: tuple[Any, ...] | None
 
     def tensor(self) -> Tensor:
-        local = self.parcel.whole().as_strided(self.size, self.stride, self.offset)
+        local = self.parcel.elements().as_strided(self.size, self.stride, self.offset)
         if self.like is None:
             return local
         mesh, placements, shape, stride = self.like
@@ -209,7 +209,7 @@ class Compressed:
         self._steps = steps.round_().clamp_(min=_HIDDEN).to(torch.int8)
         self._whole: Tensor | None = None
 
-    def whole(self) -> Tensor:
+    def elements(self) -> Tensor:
         """Return the elements, rounded, in their own type."""
         if self._whole is None:
             values = (self._steps * self._scale).to(self._dtype)
@@ -306,7 +306,7 @@ class _OnHost:
             # Behind the way out: `leave` has let the current stream wait for it.
             self._back = host.to_device(self._home.tensor, self._traffic.device)
 
-    def whole(self) -> Tensor:
+    def elements(self) -> Tensor:
         """Return the elements on the device."""
         self._traffic.fetch(self._call)
         if self._here is not None:

@@ -152,7 +152,7 @@ def ways(
             )
         planned = waiting.pop()
         run = _Run(surroundings, budget, planned, of)
-        run.whole(body)
+        run.follow(body)
         decided = run.decisions
         followed += 1
         for at in range(len(planned), len(run.decisions)):
@@ -245,7 +245,7 @@ class _Run:
     def refuse(self, reason: str) -> DocumentError:
         return DocumentError(self.of, reason)
 
-    def whole(self, body: Node) -> None:
+    def follow(self, body: Node) -> None:
         """Follow a script to its end."""
         with contextlib.suppress(_Stop):
             self.run(body)
@@ -299,13 +299,13 @@ class _Run:
                 return self._pipeline(stages)
             case If(branches, otherwise):
                 for condition, body in branches:
-                    if self._holds(condition):
+                    if self._is_true(condition):
                         return self.run(body)
                 return True if otherwise is None else self.run(otherwise)
             case CaseCommand():
                 return self._case(node)
             case For():
-                return self._for(node)
+                return self._run_loop(node)
             case While():
                 return self._while(node)
             case Subshell(body):
@@ -316,7 +316,7 @@ class _Run:
             case TestCommand(words):
                 return self._test([self._pieces(word) for word in words], double=True)
             case Computed(word):
-                return self._computed(word)
+                return self._arithmetic(word)
             case Simple():
                 return self._simple(node)
 
@@ -338,7 +338,7 @@ class _Run:
                 return " ".join(words)
         return ""
 
-    def _holds(self, condition: Node) -> bool:
+    def _is_true(self, condition: Node) -> bool:
         status = self.run(condition)
         return self._outcome(condition) if status is None else status
 
@@ -414,7 +414,7 @@ class _Run:
                 pass
         return self._decide(f"{text} = {plain}")
 
-    def _for(self, node: For) -> bool | None:
+    def _run_loop(self, node: For) -> bool | None:
         words = list(self.state.arguments) if node.words is None else self._fields(node.words)
         status: bool | None = True
         for word in words[: MOST_ROUNDS + 1]:
@@ -477,7 +477,7 @@ class _Run:
             return _unknown(f"${name}" if name != "0" else "0")
         return self.around.values.get(name)
 
-    def _set(self, name: str, value: Value) -> None:
+    def _store(self, name: str, value: Value) -> None:
         self.budget.spend(len(value) if isinstance(value, str) else sum(map(len, value)) + 1)
         if name == "IFS" and value != " \t\n":
             raise self.refuse("changes IFS, which is not followed")
@@ -498,14 +498,14 @@ class _Run:
             if assignment.append and before is None:
                 text = (self.around.values.get(name) or "") + text
             if isinstance(before, list) and not assignment.append:
-                self._set(name, [text, *before[1:]])
+                self._store(name, [text, *before[1:]])
                 return
-            self._set(name, text)
+            self._store(name, text)
         elif isinstance(before, str):
             self.budget.spend(len(before))
-            self._set(name, before + text)
+            self._store(name, before + text)
         elif isinstance(before, list):
-            self._set(name, [(before[0] if before else "") + text, *before[1:]])
+            self._store(name, [(before[0] if before else "") + text, *before[1:]])
 
     def _assign_array(self, assignment: VariableAssignment, before: Value | None) -> None:
         name = assignment.name
@@ -520,19 +520,19 @@ class _Run:
                 keyed[_join_pieces(self._pieces(key))] = _join_pieces(self._pieces(word))
             if name not in self.state.keyed:
                 raise self.refuse(f"{name}: an array of stated indices is not followed")
-            self._set(name, keyed)
+            self._store(name, keyed)
             return
         words = self._fields(tuple(word for _, word in elements))
         if assignment.append and before is not None:
             words = [*(before if isinstance(before, list) else [str(before)]), *words]
-        self._set(name, words)
+        self._store(name, words)
 
     def _set_element(self, name: str, key: str, text: str, *, append: bool) -> None:
         before = self._value(name)
         if name in self.state.keyed:
             keyed = dict(before) if isinstance(before, dict) else {}
             keyed[key] = keyed.get(key, "") + text if append else text
-            self._set(name, keyed)
+            self._store(name, keyed)
             return
         array = (
             list(before) if isinstance(before, list) else [] if before is None else [str(before)]
@@ -545,7 +545,7 @@ class _Run:
         if at == len(array):
             array.append("")
         array[at] = array[at] + text if append else text
-        self._set(name, array)
+        self._store(name, array)
 
     def _number(self, text: str) -> int | None:
         """Return the value of an expression; None if it is unknown."""
@@ -563,7 +563,7 @@ class _Run:
         except NoNumberError:
             return None
 
-    def _computed(self, word: Word) -> bool | None:
+    def _arithmetic(self, word: Word) -> bool | None:
         text = _join_pieces(self._pieces(word))
         change = re.fullmatch(
             r"\s*(?:([A-Za-z_]\w*)\s*(\+\+|--)|(\+\+|--)([A-Za-z_]\w*)|"
@@ -581,7 +581,7 @@ class _Run:
             value = self._number(f"{name} {change[6]} ({change[7]})" if change[6] else change[7])
         else:
             value = self._number(f"{name} {(change[2] or change[3])[0]} 1")
-        self._set(name, _unknown(name) if value is None else str(value))
+        self._store(name, _unknown(name) if value is None else str(value))
         return None if value is None else bool(value)
 
     # Words.
@@ -749,7 +749,7 @@ class _Run:
         if operator[-1] == "?":
             raise _Stop("exit", failed=True)
         if operator[-1] == "=":
-            self._set(part.name, _join_pieces(self._pieces(part.word)))
+            self._store(part.name, _join_pieces(self._pieces(part.word)))
         return self._of_word(part)
 
     def _of_word(self, part: Expansion) -> list[list[Piece]]:
@@ -778,9 +778,9 @@ class _Run:
         try:
             match operator:
                 case "#" | "##":
-                    return patterns.without(pieces, text, front=True, longest=operator == "##")
+                    return patterns.trimmed_end(pieces, text, front=True, longest=operator == "##")
                 case "%" | "%%":
-                    return patterns.without(pieces, text, front=False, longest=operator == "%%")
+                    return patterns.trimmed_end(pieces, text, front=False, longest=operator == "%%")
                 case "/" | "//":
                     old, _, new = plain.partition("/")
                     if not old or set(old) & set("*?[]#%&\\") or "&" in new or "\\" in new:
@@ -942,12 +942,12 @@ class _Run:
                         raise self.refuse(f"{name} {_bash_text(text):.40} is not followed")
                     self._localize(name, variable)
                     if sign:
-                        self._set(variable, value)
+                        self._store(variable, value)
                     elif "A" in options:
                         self.state.keyed.add(variable)
-                        self._set(variable, {})
+                        self._store(variable, {})
                     elif "a" in options and variable not in self.state.variables:
-                        self._set(variable, [])
+                        self._store(variable, [])
                     variables.append(variable)
             if name == "export" or "x" in options:
                 self.state.exported.update(variables)
@@ -1219,29 +1219,29 @@ class _Tests:
         return self._plain[self._at] if self._at < len(self._plain) else ""
 
     def _either(self) -> bool | None:
-        left = self._both()
+        left = self._conjunction()
         while self._sign() == ("||" if self._double else "-o"):
             self._at += 1
-            right = self._both()
+            right = self._conjunction()
             left = True if left or right else None if None in (left, right) else False
         return left
 
-    def _both(self) -> bool | None:
-        left = self._one()
+    def _conjunction(self) -> bool | None:
+        left = self._primary()
         while self._sign() == ("&&" if self._double else "-a"):
             self._at += 1
-            right = self._one()
+            right = self._primary()
             left = False if False in (left, right) else None if None in (left, right) else True
         return left
 
-    def _one(self) -> bool | None:
+    def _primary(self) -> bool | None:
         left_words = len(self._plain) - self._at
         sign = self._sign()
         following = self._plain[self._at + 1] if left_words > 1 else ""
         binary = left_words >= 3 and following in _COMPARISONS
         if sign == "!" and left_words > 1 and not binary:
             self._at += 1
-            value = self._one()
+            value = self._primary()
             return None if value is None else not value
         if sign == "(" and left_words > 2 and not binary:
             self._at += 1
@@ -1331,7 +1331,7 @@ def _echo(run: _Run, words: list[str], _: Simple | None) -> bool:
 
 def _printf(run: _Run, words: list[str], _: Simple | None) -> bool:
     if len(words) > 2 and words[1] == "-v":
-        run._set(words[2], _unknown(words[2]))
+        run._store(words[2], _unknown(words[2]))
     elif len(words) == 3 and words[1] in ("%s", "%s\\n"):
         run._prints(words[2] + ("\n" if words[1].endswith("n") else ""))
     elif len(words) == 2 and not set(words[1]) & set("%\\"):
@@ -1368,7 +1368,7 @@ def _break(run: _Run, words: list[str], _: Simple | None) -> bool:
     raise _Stop(words[0], max(count, 1))
 
 
-def _set(run: _Run, words: list[str], _: Simple | None) -> bool:
+def _set_options(run: _Run, words: list[str], _: Simple | None) -> bool:
     if "--" in words:
         run.state.arguments = words[words.index("--") + 1 :]
     elif len(words) > 1 and not words[1].startswith(("-", "+")):
@@ -1401,7 +1401,7 @@ def _read(run: _Run, words: list[str], _: Simple | None) -> None:
     array = "a" in "".join(word for word in words[1:] if word.startswith("-"))
     for name in words[1:]:
         if re.fullmatch(r"[A-Za-z_]\w*", name):
-            run._set(name, [_unknown(name)] if array else _unknown(name))
+            run._store(name, [_unknown(name)] if array else _unknown(name))
 
 
 def _bracket(run: _Run, words: list[str], _: Simple | None) -> bool | None:
@@ -1413,10 +1413,10 @@ def _bracket(run: _Run, words: list[str], _: Simple | None) -> bool | None:
     return run._test([[(word, True)] for word in inner], double=False)
 
 
-def _let(run: _Run, words: list[str], _: Simple | None) -> bool | None:
+def _run_let(run: _Run, words: list[str], _: Simple | None) -> bool | None:
     status: bool | None = True
     for text in words[1:]:
-        status = run._computed((LiteralText(text, quoted=True),))
+        status = run._arithmetic((LiteralText(text, quoted=True),))
     return status
 
 
@@ -1441,7 +1441,7 @@ _BUILTINS: dict[str, _Builtin] = {
     "return": _exit,
     "break": _break,
     "continue": _break,
-    "set": _set,
+    "set": _set_options,
     "shift": _shift,
     "unset": _unset,
     "read": _read,
@@ -1449,7 +1449,7 @@ _BUILTINS: dict[str, _Builtin] = {
     "readarray": _read,
     "[": _bracket,
     "test": _bracket,
-    "let": _let,
+    "let": _run_let,
     "true": _true,
     "false": _true,
     ":": _true,

@@ -34,7 +34,7 @@ def matches(pieces: list[Piece], text: str) -> bool:
     return all(token == "*" for token in pattern[place:])
 
 
-def without(pieces: list[Piece], text: str, *, front: bool, longest: bool) -> str:
+def trimmed_end(pieces: list[Piece], text: str, *, front: bool, longest: bool) -> str:
     """Return a text without the shortest or longest part of an end that a pattern matches."""
     if len(text) > 400:
         raise NoPatternError(text[:40])

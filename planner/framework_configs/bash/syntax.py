@@ -250,9 +250,9 @@ class _Parser:
                 return CommandList(tuple(commands))
             command = self._chain()
             self._blanks()
-            if self._take("&"):
+            if self._accept("&"):
                 command = Subshell(command)
-            elif not self._next(";;") and self._take(";"):
+            elif not self._next(";;") and self._accept(";"):
                 pass
             commands.append(command)
 
@@ -307,8 +307,8 @@ class _Parser:
 
     def _compound(self) -> Node:
         if self._next("(("):
-            node: Node = self._computed()
-        elif self._take("("):
+            node: Node = self._arithmetic()
+        elif self._accept("("):
             body = self.sequence(())
             self._expect(")")
             node = Subshell(body)
@@ -382,7 +382,7 @@ class _Parser:
             while word := self._word():
                 words.append(word)
         self._blanks()
-        self._take(";")
+        self._accept(";")
         return For(name, None if words is None else tuple(words), self._do())
 
     def _case(self) -> Node:
@@ -395,10 +395,10 @@ class _Parser:
             if self._keyword() == "esac":
                 self.at += 4
                 return CaseCommand(word, tuple(branches))
-            self._take("(")
+            self._accept("(")
             patterns = [self._word()]
             self._blanks()
-            while self._take("|"):
+            while self._accept("|"):
                 patterns.append(self._word())
                 self._blanks()
             self._expect(")")
@@ -406,7 +406,7 @@ class _Parser:
             branches.append((tuple(patterns), body))
             if self._next(";;&") or self._next(";&"):
                 self.refuse("';&' is not followed")
-            self._take(";;")
+            self._accept(";;")
 
     def _group(self) -> Node:
         self._word_is("{")
@@ -419,7 +419,7 @@ class _Parser:
         self._blanks()
         name = self._function_name()
         self._blanks()
-        if self._take("("):
+        if self._accept("("):
             self._expect(")")
         self._gap()
         return FunctionCommand(name, self._command())
@@ -451,7 +451,7 @@ class _Parser:
                 self.refuse("']]' is missing")
             words.append(word)
 
-    def _computed(self) -> Node:
+    def _arithmetic(self) -> Node:
         self.at += 2
         return Computed(self._until_brackets())
 
@@ -504,19 +504,19 @@ class _Parser:
             self.at = begin
             return None
         self.at += 2 if append else 1
-        if not self._take("("):
+        if not self._accept("("):
             return VariableAssignment(match[1], append, self._word(), index=index)
         elements: list[tuple[Word | None, Word]] = []
         while True:
             self._gap()
-            if self._take(")"):
+            if self._accept(")"):
                 return VariableAssignment(match[1], append, array=tuple(elements), index=index)
             key: Word | None = None
             if self._next("["):
                 place = self.at
                 self.at += 1
                 key = self._until("]")
-                if key is None or not self._take("="):
+                if key is None or not self._accept("="):
                     self.at, key = place, None
             word = self._word()
             if not word and key is None:
@@ -533,9 +533,9 @@ class _Parser:
         if re.search(r"[\s;&|<>()]", inside):
             return None
         self.at = place + 1
-        return self._nested(inside)._quoted_text("")
+        return self._inner_parser(inside)._quoted_text("")
 
-    def _nested(self, text: str) -> _Parser:
+    def _inner_parser(self, text: str) -> _Parser:
         parser = _Parser(text, self.of)
         parser._depth = self._depth + 1
         return parser
@@ -593,7 +593,7 @@ class _Parser:
             if command is not None:
                 word: Word = (LiteralText(body, quoted=True),)
                 if expands:
-                    word = self._nested(body)._quoted_text("")
+                    word = self._inner_parser(body)._quoted_text("")
                 command.stdin.append(word)
         self._heredocs = []
 
@@ -699,7 +699,7 @@ class _Parser:
             if match is None:
                 self.refuse("a quote is not closed")
             self.at = match.end()
-            parts.append(LiteralText(_escaped(match[1]), quoted=True))
+            parts.append(LiteralText(_unescape(match[1]), quoted=True))
         elif following == '"' and not quoted:
             parts += self._quoted_text('"')
         elif following and following in _SPECIAL:
@@ -716,7 +716,7 @@ class _Parser:
         if match is None:
             self.refuse("a backquote is not closed")
         inside = re.sub(r"\\([`\\$])", r"\1", match[1])
-        nested = self._nested(inside)
+        nested = self._inner_parser(inside)
         body = nested.sequence(())
         if nested.at < len(inside):
             self.refuse("a backquote ends early")
@@ -745,11 +745,11 @@ class _Parser:
                 self.refuse("'${' has no name")
             name, self.at = digits[0], digits.end()
         index: Word | None = None
-        if self._take("["):
+        if self._accept("["):
             index = self._until("]")
             if index is None:
                 self.refuse("an index is not closed")
-        if self._take("}"):
+        if self._accept("}"):
             if indirect:
                 return Expansion(name, quoted, index, operator="!")
             return Expansion(name, quoted, index, counted=counted)
@@ -795,7 +795,7 @@ class _Parser:
                     break
                 inside = self.text[begin : self.at]
                 self.at += 2
-                return self._nested(inside)._quoted_text("")
+                return self._inner_parser(inside)._quoted_text("")
             depth += (char == "(") - (char == ")")
             self.at += 1
         return self.refuse("'((' is not closed")
@@ -817,7 +817,7 @@ class _Parser:
     def _next(self, sign: str) -> bool:
         return self.text.startswith(sign, self.at)
 
-    def _take(self, sign: str) -> bool:
+    def _accept(self, sign: str) -> bool:
         if self._next(sign):
             self.at += len(sign)
             return True
@@ -825,7 +825,7 @@ class _Parser:
 
     def _expect(self, sign: str) -> None:
         self._gap()
-        if not self._take(sign):
+        if not self._accept(sign):
             self.refuse(f"'{sign}' is missing")
 
     def _blanks(self) -> None:
@@ -861,5 +861,5 @@ def _is_list(part: Part) -> bool:
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "e": "\x1b"}
 
 
-def _escaped(text: str) -> str:
+def _unescape(text: str) -> str:
     return re.sub(r"\\(.)", lambda match: _ESCAPES.get(match[1], match[1]), text, flags=re.DOTALL)

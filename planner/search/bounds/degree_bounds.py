@@ -65,7 +65,7 @@ class DegreeBounds:
         self._known: dict[_Computation, Seconds] = {}
         """[kind] Fewest seconds of a layer, both ways."""
 
-    def below(self, part: Request, limit_s: float) -> list[Degrees]:
+    def degrees_below(self, part: Request, limit_s: float) -> list[Degrees]:
         """Return the degrees of a part that may take less than some seconds."""
         kept: list[Degrees] = []
         degrees, computations, numbers = [], [], []

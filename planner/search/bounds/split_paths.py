@@ -47,7 +47,7 @@ class SplitPaths:
         self._visits = np.empty((0, self._sent_s.size))
         self._waiting_s, self._ranks = np.empty(0), np.empty(0, dtype=np.intp)
 
-    def exceed(self, columns: Sequence[RankColumn], limit_s: float) -> bool:
+    def all_exceed(self, columns: Sequence[RankColumn], limit_s: float) -> bool:
         """Return whether a split into one column a rank surely simulates at least `limit_s`."""
         layout = self._layout
         if 2 * layout.micro_batches * layout.stages > MOST_ACTIONS:

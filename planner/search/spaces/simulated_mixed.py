@@ -409,7 +409,7 @@ class _LayoutSearch:
                 if most <= 0:
                     return
                 most -= 1
-                if paths.exceed(moved, self._limit_s):
+                if paths.all_exceed(moved, self._limit_s):
                     continue
                 options = [option for column in moved for option in column.options]
                 cuts = [0, *itertools.accumulate(numbers)]

@@ -106,18 +106,18 @@ def check_loss(
         other = trial.coupled_output() if apart and reason is None else None
     if other is not None:
         raise RecordError(
-            f"{type(module).__name__}: {other}, so that training would depend on how the plan cuts "
-            f"the batch (into {parts} micro-batches here). Batch tensors are [sample, ...] "
-            "(batch_first=True). Sum what is of the whole batch by meshwright.batch_sum, move it "
-            "into loss=meshwright.whole_batch(loss), or say Engine(by_micro_batch=True) if its "
-            "micro-batch is meant"
+            f"{type(module).__name__}: {other}, so training would depend on how the plan cuts the "
+            f"batch (into {parts} micro-batches here). Batch tensors are [sample, ...] "
+            "(batch_first=True). Sum over the whole batch by meshwright.batch_sum, or compute it "
+            "in loss=meshwright.whole_batch(loss). Write Engine(by_micro_batch=True) if each "
+            "micro-batch is to be taken by itself"
         )
     if reason is not None:
         raise BatchError(
-            f"loss: {reason}, so that training would depend on how the plan cuts the batch (into "
+            f"loss: {reason}, so training would depend on how the plan cuts the batch (into "
             f"{parts} micro-batches here).{_whole_leaf(batch)} If samples belong together, write "
-            "loss=meshwright.whole_batch(loss). Otherwise return a sum over samples and the count "
-            'of what was summed, such as (F.cross_entropy(out, y, reduction="sum"), len(y))'
+            "loss=meshwright.whole_batch(loss). Otherwise return a sum over samples and the number "
+            'of its terms, such as (F.cross_entropy(out, y, reduction="sum"), len(y))'
         )
     return loss if count is None else CountedMean(loss, count)
 
@@ -134,10 +134,10 @@ class _UnequalParts:
     def refusal(self, parts: int) -> str:
         """Return why a plan that cuts a batch into parts is refused, and what to write."""
         return (
-            f"loss: where some of {self.leaf} is {self.ignored}, {self.difference}: it divides by "
-            "what counts there, of which parts have unequal shares, so that training would "
-            f"depend on how the plan cuts the batch (into {parts} micro-batches here). "
-            "Return the sum and the count of what was summed, such as (F.cross_entropy("
+            f"loss: where some of {self.leaf} is {self.ignored}, {self.difference}. It divides by "
+            "the number of targets that count, and micro-batches have unequal numbers of them, so "
+            f"training would depend on how the plan cuts the batch (into {parts} micro-batches "
+            "here). Return the sum and the number of its terms, such as (F.cross_entropy("
             f'out, y, ignore_index=..., reduction="sum"), ({self.leaf} != {self.ignored}).sum()), '
             "not len(y)"
         )
@@ -167,8 +167,8 @@ class _LossSums:
             total, size = math.fsum(values), abs(whole) + math.fsum(map(abs, values))
             if math.isfinite(whole) and not abs(whole - total) <= CLOSE * size:
                 return (
-                    f"its {name} over {samples} samples is {whole:.6g}, and over the same samples "
-                    f"in {len(parts)} parts {total:.6g}"
+                    f"its {name} over {samples} samples is {whole:.6g}, but {total:.6g} over the "
+                    f"same samples in {len(parts)} parts"
                 )
         return None
 
@@ -215,10 +215,10 @@ class _LossTrial:
             except _LossError as error:
                 if last:
                     raise BatchError(
-                        f"loss: fails with the module's outputs "
+                        f"loss: it fails on the module's outputs "
                         f"({_structure_text(few_outputs)}) and the "
-                        f"batch ({_structure_text(self._batch)}): {error}; it is "
-                        "loss(outputs, batch), and takes its targets out of the batch"
+                        f"batch ({_structure_text(self._batch)}): {error}. It is called as "
+                        "loss(outputs, batch), and takes its targets from the batch"
                     ) from error.__cause__
         return None
 
@@ -306,9 +306,9 @@ class _LossTrial:
         )
         if parameter is not None:
             raise BatchError(
-                f"loss: trains a parameter of its own ({list(parameter.shape)}), and an Engine "
-                "trains those of its module. Make it part of the module, whose forward returns it "
-                "to the loss or adds a penalty by meshwright.add_loss; if it is to stay as it is, "
+                f"loss: it has a parameter of its own ({list(parameter.shape)}), and an Engine "
+                "trains only those of its module. Move it into the module, and return it from "
+                "forward or add a penalty by meshwright.add_loss. If it is not to be trained, "
                 "write requires_grad_(False)"
             )
 
@@ -334,10 +334,10 @@ class _LossTrial:
         if str(reasons[0]) != str(reasons[1]):
             what = f" ('{min(changed)}' changes)" if changed else ""
             raise BatchError(
-                f"loss: says something else of the same samples when it is called again{what}, and "
-                f"a step calls it {parts} times here, on several ranks, so that training would "
-                "depend on the plan. Change what it remembers between steps in the training loop, "
-                "or give it with the batch as a tensor without dims"
+                f"loss: a second call on the same samples gives another value{what}. A step calls "
+                f"it {parts} times here, on several ranks, so training would depend on the plan. "
+                "Change its state in the training loop between steps, or give the state with the "
+                "batch as a tensor without dims"
             )
 
     def coupled_output(self) -> str | None:
@@ -371,9 +371,9 @@ class _LossTrial:
                 apart = _distance(leaf, of_parts, size)
                 if apart > CLOSE_OUTPUTS:
                     return (
-                        "what it makes of a sample depends on the other samples of the batch (by "
-                        f"{apart:.2g} of its size, between {size * count} samples at once and "
-                        f"{size})"
+                        "the output of a sample depends on the other samples of its batch (it "
+                        f"differs by {apart:.2g} of its size between batches of {size * count} and "
+                        f"{size} samples)"
                     )
         return None
 
@@ -449,7 +449,7 @@ class _LossTrial:
         try:
             parts = [self._sums(outputs, part_of(batch, half), half) for half in halves]
         except _LossError as error:
-            return f"it can be called on {samples} samples and not on {size} ({error})"
+            return f"it works on {samples} samples but not on {size} ({error})"
         return whole.differs(parts, samples)
 
     def _sums(self, outputs: _Outputs, batch: Any, samples: range) -> _LossSums:
@@ -641,7 +641,7 @@ def _whole_leaf(batch: Any) -> str:
         numbers = isinstance(leaf, list) and all(isinstance(x, int | float) for x in leaf)
         if (numbers or hasattr(leaf, "__array_interface__")) and len(leaf) == samples:
             kind = type(leaf).__name__
-            return f" The batch's [{key!r}] is a {kind}, which is not cut: make it a tensor."
+            return f" The batch's [{key!r}] is a {kind}, which cannot be cut: make it a tensor."
     return ""
 
 

@@ -13,7 +13,7 @@ ASKED = {"seq_len": 512, "global_batch": 8}
 
 
 def test_energy_is_that_of_the_devices_in_use() -> None:
-    """700 W a device, 1.23 of it with the node, 60 W of network, and 1.3 times that for the site."""
+    """700 W a device, 1.23 times with the node, 60 W of network, and 1.3 times that in all."""
     answer = meshwright.search("demo-4m", "2xh100-sxm-80gb", prefer="energy", **ASKED)  # type: ignore[arg-type]
 
     devices = answer.plan.mesh.devices
@@ -28,5 +28,5 @@ def test_energy_is_that_of_the_devices_in_use() -> None:
 
 def test_rent_needs_a_price() -> None:
     """Nobody rents this machine's processes."""
-    with pytest.raises(DocumentError, match="on-demand price of nodes of cpu.*prefer 'fastest'"):
+    with pytest.raises(DocumentError, match=r"on-demand price of nodes of cpu.*prefer 'fastest'"):
         meshwright.search("demo-4m", "local:2", prefer="cost", **ASKED)  # type: ignore[arg-type]

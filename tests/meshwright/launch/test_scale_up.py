@@ -132,7 +132,7 @@ def test_a_run_grows_to_what_was_planned_once_all_nodes_are_there(case: Case) ->
 
     assert (found.asked, found.nodes) == (True, 4)
     # 900 steps of 2 s are left, which take half as long on twice the nodes.
-    assert found.why == "2 more nodes are there, and save 900.0 s of 1800.0 s"
+    assert found.why == "2 more nodes are available and save 900.0 s of 1800.0 s"
 
 
 @pytest.mark.parametrize(

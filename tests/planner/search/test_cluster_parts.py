@@ -146,7 +146,7 @@ def test_no_layout_takes_less_than_what_its_devices_need(
             assert least_s[nodes * each] <= step_s, layout.text()
             if executes(part.model, part.cluster, part.job, layout) is not None:
                 continue
-            below = degrees.below(part, step_s * (1 + 1e-9))
+            below = degrees.degrees_below(part, step_s * (1 + 1e-9))
             assert any(degrees_of(layout) == at for at in below), layout.text()
 
 

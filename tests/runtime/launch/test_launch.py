@@ -418,7 +418,7 @@ def test_a_folder_that_disappears_ends_the_launch_in_words(room: Room) -> None:
     _, message = launcher.communicate(timeout=PATIENCE_S)
 
     assert launcher.returncode == 1
-    assert f"{metrics.parent}, must stay as it is until the run has ended" in message
+    assert f"Do not change the folder of the run, {metrics.parent}, while it runs" in message
     assert "Traceback" not in message
     assert not any(Path(f"/proc/{process}").exists() for process in ranks.values())
 

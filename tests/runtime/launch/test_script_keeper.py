@@ -280,7 +280,7 @@ def test_under_a_script_faults_cost_what_they_cost_under_launch(
     else:
         assert done.returncode == 0, done.stderr
         assert "restart, because" in done.stderr
-        assert "going on from the copy in memory of step" in done.stderr
+        assert "resuming from the copy in memory of step" in done.stderr
     faulty = torch.load(tmp_path / "end.pt") if name != "bug" else None
     if faulty is None:
         assert started(tmp_path, "none", 0).returncode == 0

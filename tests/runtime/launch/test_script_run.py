@@ -232,7 +232,7 @@ def test_nodes_that_the_plan_does_not_have_are_refused(
         *("--rendezvous", "127.0.0.1", str(tmp_path / "train.py")),
     ]) == 1  # fmt: skip
 
-    assert "the plan is for 1 node (local:2), and the command line says that there are 2" in (
+    assert "the plan is for 1 node (local:2), but the command line gives 2" in (
         capsys.readouterr().err
     )
 
@@ -358,7 +358,7 @@ def test_a_script_under_notice_saves_hands_over_and_goes_on_without_a_step_lost(
     ]
 
     assert cli.main(command) == 75
-    assert "a notice ended the script after step 4" in capsys.readouterr().err
+    assert "the script stopped on notice after step 4" in capsys.readouterr().err
     assert run.account_of(tmp_path / "out").steps_lost == 0
     assert cli.main(command) == 0
 

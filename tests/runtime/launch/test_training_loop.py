@@ -425,7 +425,7 @@ def test_a_value_that_comes_again_is_the_datas(
     with pytest.raises(LaunchError) as found:
         loop(engine, corpus, tmp_path / "out", 9, mirror=mirror, checkpoint=tmp_path / "s").run()
 
-    assert "the same came again from the state after step 4, so it is the data" in str(found.value)
+    assert "a replay from step 4 gave the same, so the cause is the data" in str(found.value)
     assert len(engine.seen) == 6 + 2
     assert len(losses(tmp_path / "out")) == 5
 

@@ -108,7 +108,7 @@ def given_notice(room: Room, saved: Path) -> int:
     launcher.send_signal(signal.SIGTERM)
     message = ended(launcher)
     step = max(losses(room))
-    assert f"a notice ended the run after step {step} of {ENOUGH}" in message
+    assert f"the run stopped on notice after step {step} of {ENOUGH}" in message
     return step
 
 
@@ -172,7 +172,7 @@ def test_a_notice_before_the_first_step_saves_the_first(room: Room) -> None:
     launcher.send_signal(signal.SIGTERM)
     message = ended(launcher)
 
-    assert "a notice ended the run after step 1 of" in message or "interrupted before" in message
+    assert "the run stopped on notice after step 1 of" in message or "interrupted before" in message
 
 
 @pytest.mark.ranks

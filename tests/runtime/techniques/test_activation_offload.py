@@ -259,7 +259,7 @@ def test_compressed_elements_are_within_half_a_step(dtype: torch.dtype) -> None:
     span[:GROUP] = 0
 
     packed = Compressed(span)
-    whole = packed.whole()
+    whole = packed.elements()
 
     assert whole.dtype == dtype
     lacking = -span.numel() % GROUP
@@ -276,7 +276,7 @@ def test_a_hidden_score_stays_hidden_and_counts_for_no_scale() -> None:
     hidden = torch.rand(4 * GROUP) < 0.3
     hidden[:GROUP] = True
 
-    whole = Compressed(span.masked_fill(hidden, -torch.inf)).whole()
+    whole = Compressed(span.masked_fill(hidden, -torch.inf)).elements()
 
     assert torch.equal(whole == -torch.inf, hidden)
     seen = torch.where(hidden, 0.0, span)
@@ -288,7 +288,7 @@ def test_an_overflow_is_not_hidden() -> None:
     span = torch.zeros(GROUP)
     span[3] = torch.inf
 
-    assert not Compressed(span).whole().isfinite().all()
+    assert not Compressed(span).elements().isfinite().all()
 
 
 def test_compressed_bytes_are_a_quarter_and_the_scales() -> None:

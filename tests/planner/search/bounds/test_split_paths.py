@@ -27,7 +27,7 @@ def test_what_a_path_excludes_simulates_no_faster(
     monkeypatch: pytest.MonkeyPatch, cluster: str, ranks: int
 ) -> None:
     """Every split that would be excluded is simulated."""
-    exceed, simulate = SplitPaths.exceed, _LayoutSearch._try
+    exceed, simulate = SplitPaths.all_exceed, _LayoutSearch._try
     limits: list[float] = []
     excluded = 0
 
@@ -44,7 +44,7 @@ def test_what_a_path_excludes_simulates_no_faster(
             excluded += 1
         return step_s
 
-    monkeypatch.setattr(SplitPaths, "exceed", asked)
+    monkeypatch.setattr(SplitPaths, "all_exceed", asked)
     monkeypatch.setattr(_LayoutSearch, "_try", simulated)
     request = Request.create(
         resolve_model("gpt2"),
