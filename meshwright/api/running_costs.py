@@ -55,8 +55,8 @@ def running_rate(prefer: Prefer, cluster: ClusterSpec) -> Rate | None:
         )
         raise DocumentError(
             "prefer",
-            f"is '{prefer}', and the catalogue lacks {lacking} of {devices}: {instead}, or prefer "
-            "'fastest'",
+            f"is '{prefer}', and the catalogue lacks {lacking} of {devices}; {instead}, or use "
+            "--prefer fastest",
         )
     most = max((offer.most_devices or 0 for offer in rents()), default=0)
     known: dict[object, float] = {}

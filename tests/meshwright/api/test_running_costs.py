@@ -28,5 +28,5 @@ def test_energy_is_that_of_the_devices_in_use() -> None:
 
 def test_rent_needs_a_price() -> None:
     """Nobody rents this machine's processes."""
-    with pytest.raises(DocumentError, match=r"on-demand price of nodes of cpu.*prefer 'fastest'"):
+    with pytest.raises(DocumentError, match=r"on-demand price of nodes of cpu.*--prefer fastest"):
         meshwright.search("demo-4m", "local:2", prefer="cost", **ASKED)  # type: ignore[arg-type]
