@@ -28,6 +28,7 @@ from meshwright.api.inputs import (
 )
 from meshwright.api.launched_model import launched_model
 from meshwright.api.plan_options import PlanOptions, PredictOptions, keyword_options
+from meshwright.api.running_costs import running_costs, running_rate
 from meshwright.planner import catalog as shelves
 from meshwright.planner.catalog import framework as framework_called
 from meshwright.planner.catalog import hub
@@ -237,6 +238,7 @@ def answer_to(
 ) -> Answer:
     """Search, choose, and note idle devices, pins without effect, 8 bits that gain nothing."""
     gap_progress = None if progress is None or gap is None else _closing(progress)
+    rate = running_rate(prefer, request.cluster)
     searched: PartAnswer | None = None
     refused: NoPlanFits | None = None
     for wanted in _with_allowed_choices(request):
@@ -249,6 +251,7 @@ def answer_to(
                 progress=progress,
                 effort=effort_to(gap),
                 gap_progress=gap_progress,
+                rate=rate,
             )
         except NoPlanFits as error:
             refused = error
@@ -274,12 +277,13 @@ def answer_to(
     prediction = answer.prediction.on(
         request.cluster.devices,
         used=answer.plan.mesh.devices,
-        where=used_text(request, searched),
+        where=used_text(request, searched, prefer),
     )
     prediction = prediction.with_notes(
         *dividing_batch(request, searched),
         *_open_gap(answer.certificate, gap),
         *recomputed_modules(answer.plan),
+        *running_costs(prefer, searched.part.request, answer.plan, answer.prediction),
         *without_effect(request.pins, answer.plan.layout),
         *not_worth_eight_bits(searched.part.request, answer.plan, prediction),
         *faster_by_options(searched.part.request, answer.plan, prediction),

@@ -81,10 +81,12 @@ class Solver(StrEnum):
 
 
 class Preferred(StrEnum):
-    """Preferences among the plans near the fastest one."""
+    """Preferences among plans: near the fastest one, or of parts of the cluster."""
 
     SIMPLEST = "simplest"
     FASTEST = "fastest"
+    ENERGY = "energy"
+    COST = "cost"
 
 
 ModelArgument = Annotated[
@@ -253,7 +255,8 @@ PLAN_OPTIONS: dict[str, tuple[Any, Any]] = {
         Annotated[
             Preferred,
             typer.Option(
-                "--prefer", help="Which plan to take of those within 1.5 % of the fastest"
+                "--prefer",
+                help="simplest within 1.5 % of the fastest, fastest; least energy or rent a step",
             ),
         ],
         Preferred.SIMPLEST,

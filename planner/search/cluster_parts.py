@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.planner.catalog.expressions import part_name
 from meshwright.planner.costs.cost_cache import FigureStore
-from meshwright.planner.documents.cluster import DeviceGroup, LinkTier
+from meshwright.planner.documents.cluster import ClusterSpec, DeviceGroup, LinkTier
 from meshwright.planner.documents.plan import Plan
 from meshwright.planner.documents.tolerances import EQUAL
 from meshwright.planner.documents.units import count_text, seconds_text
@@ -45,7 +45,7 @@ from meshwright.planner.search.plan_preference import BESIDE, Prefer, with_prefe
 from meshwright.planner.search.proof_account import of_parts
 from meshwright.planner.search.proof_budget import BRIEF, NEAR, USUAL, Effort, GapProgress
 from meshwright.planner.search.queue import Queue
-from meshwright.planner.search.search import MARGIN, check_request, search, spaces_of
+from meshwright.planner.search.search import MARGIN, check_request, no_plan, search, spaces_of
 from meshwright.planner.search.spaces.chain import ChainSpace
 from meshwright.planner.search.spaces.simulated_chain import SimulatedChain, Spent
 from meshwright.planner.system.gc_pause import pause_collector
@@ -69,6 +69,8 @@ MOST_FEWER = 60
 looked for."""
 QUICK = replace(BESIDE, likely=0, tried=0)
 """Effort for looking for a plan of a part."""
+Rate = Callable[[ClusterSpec], float]
+"""What a second of a cluster costs; inf where that is not known."""
 ANY_S = sys.float_info.max
 """Slower than any plan: a search below it ends without the diagnosis of why nothing fits."""
 
@@ -148,7 +150,7 @@ def parts_of_groups(
         yield ClusterPart(on_group_set(request, kept), bound_s, whole=False, kept=kept)
 
 
-def _in_order(parts: Iterable[ClusterPart], request: Request) -> list[ClusterPart]:
+def _in_order(parts: Iterable[ClusterPart], request: Request, rate: Rate) -> list[ClusterPart]:
     """Return the lowest bound first, then the most devices; sets of several groups come last.
 
     Of several groups each comes first alone, which is soon searched and limits the search of all.
@@ -158,9 +160,10 @@ def _in_order(parts: Iterable[ClusterPart], request: Request) -> list[ClusterPar
     def rank(part: ClusterPart) -> tuple[object, ...]:
         devices = part.request.cluster.devices
         alone = len(part.kept) == 1 and devices == sizes[part.kept[0]]
-        return part.is_set, not alone, bool(part.kept), part.bound_s, -devices
+        bound = part.bound_s * rate(part.request.cluster)
+        return part.is_set, not alone, bool(part.kept), bound, -devices
 
-    return sorted(parts, key=rank)
+    return sorted((part for part in parts if rate(part.request.cluster) < math.inf), key=rank)
 
 
 @pause_collector()
@@ -175,13 +178,18 @@ def search_parts(
     gap_progress: GapProgress | None = None,
     below_s: float = math.inf,
     store: FigureStore | None = None,
+    rate: Rate | None = None,
 ) -> PartAnswer:
     """Return the answer that no part of the cluster has a faster one than, with its part.
+
+    With a `rate` no part has a cheaper one: a second costs as much as the rate of the part says.
 
     NoPlanFits says why the whole cluster has no plan, where no part has one either; NoneFaster ends
     the search where none takes less than `below_s`.  Of an answer that nobody prefers (None) the
     plan is the fastest.
     """
+    fewer = len(request.cluster.groups) > 1 and rate is None
+    rate = rate or (lambda _: 1.0)
     # Plans on a single group of several are those of other parts.
     fewest = 2 if request.cluster.is_mixed else 1
     quietly = partial(search, solver=solver, top=top, effort=effort, fewest_groups=fewest)
@@ -194,13 +202,18 @@ def search_parts(
     store, groups = store or FigureStore(), len(request.cluster.groups)
     if groups > 1:
         least = [LeastSteps(on_group_set(request, (at,)), store) for at in range(groups)]
-        waiting = _in_order(parts_of_groups(request, least, store), request)
+        waiting = _in_order(parts_of_groups(request, least, store), request, rate)
     else:
         least = [LeastSteps(request, store)]
         degrees = DegreeBounds(request, store, least[0])
-        waiting = _in_order(parts_of(request, least[0], degrees), request)
+        waiting = _in_order(parts_of(request, least[0], degrees), request, rate)
     parts = _PartSearch(
-        prefer=prefer, effort=effort, store=store, links=request.cluster.tiers, most_s=below_s
+        prefer=prefer,
+        effort=effort,
+        store=store,
+        links=request.cluster.tiers,
+        most_s=below_s,
+        rate=rate,
     )
     while waiting:
         part = waiting.pop(0)
@@ -210,21 +223,23 @@ def search_parts(
             if likely is not None:
                 waiting.remove(likely)
                 parts.search(likely, quietly)
-    if groups > 1:
+    if fewer:
         parts.look_for_fewer(request, least, quietly)
     best = parts.best
     if best is None:
         if below_s < math.inf:
             raise NoneFaster(f"no plan takes less than {below_s:g} s")
-        search(request, solver=solver, store=store)  # says why
-        raise NoPlanFits(f"no plan of {request.model.name} fits a part of {request.cluster.name}")
-    if prefer is not None and parts.whole is not None and not best.part.whole:
+        if groups > 1 or request.model.edges:
+            search(request, solver=solver, store=store)  # some layouts tell what they lack
+        raise no_plan(request, store=store)
+    if prefer in ("simplest", "fastest") and parts.whole is not None and not best.part.whole:
         best = _with_all_devices(request, parts.whole, best, prefer)
     certificate = of_parts(
         best.answer.certificate,
-        parts.bounds_s,
+        [cost / rate(best.part.request.cluster) for cost in parts.bounds],
         unproven=parts.unproven,
-        fewer=parts.fewer if groups > 1 else None,
+        fewer=parts.fewer if fewer else None,
+        by=prefer if prefer in ("energy", "cost") else None,
     )
     return replace(best, answer=replace(best.answer, certificate=certificate))
 
@@ -240,10 +255,12 @@ class _PartSearch:
     """Link tiers of the whole cluster."""
     most_s: float
     """Seconds of a step that every plan must stay below."""
+    rate: Rate
+    """What a second of a cluster costs."""
     best: PartAnswer | None = None
     whole: PartAnswer | None = None
-    bounds_s: list[float] = field(default_factory=list)
-    """Lower bounds in seconds of a step, one for each part."""
+    bounds: list[float] = field(default_factory=list)
+    """Lower bounds of what a step costs, one for each part."""
     whole_s: float = 0.0
     """Lower bound in seconds of a step of plans on all devices."""
     families: int = 0
@@ -255,11 +272,23 @@ class _PartSearch:
     _spaces: dict[str, list[Candidates]] = field(default_factory=dict)
     """[cluster] Candidates of a part that may be faster than the best plan that was known."""
 
-    @property
-    def limit_s(self) -> float:
-        """Seconds of a step from which on a plan is no faster than the best answer."""
-        best = self.best
-        return self.most_s if best is None else best.answer.prediction.step_time_s * (1 - EQUAL)
+    def limit_s(self, part: ClusterPart) -> float:
+        """Seconds of a step from which on a plan of a part is no better than the best answer."""
+        if self.best is None:
+            return self.most_s
+        return self._best_on(part).prediction.step_time_s * (1 - EQUAL)
+
+    def _best_on(self, part: ClusterPart) -> Ranked:
+        """Return the best plan, with as many seconds as would cost the same on a part."""
+        assert self.best is not None
+        best = self.best.answer
+        here, there = (self.rate(of.request.cluster) for of in (part, self.best.part))
+        step_s = best.prediction.step_time_s * (there / here)
+        prediction = best.prediction.model_copy(update={"step_time_s": step_s})
+        return Ranked(plan=best.plan, objective_s=math.inf, prediction=prediction)
+
+    def _add_bound(self, part: ClusterPart, bound_s: float) -> None:
+        self.bounds.append(bound_s * self.rate(part.request.cluster))
 
     def likeliest(self, waiting: Sequence[ClusterPart]) -> ClusterPart | None:
         """Return the part whose optimum of the closed form is the fastest, below the best so far.
@@ -267,8 +296,9 @@ class _PartSearch:
         With a plan of it most others fall to their bounds.
         """
         first: ClusterPart | None = None
-        least_s = self.limit_s
+        least = math.inf
         for part in waiting[:MOST_LIKELY]:
+            least_s = min(self.limit_s(part), least / self.rate(part.request.cluster))
             if part.bound_s >= least_s or part.degrees is None:
                 break
             if self.families >= MOST_FAMILIES // 2:
@@ -282,27 +312,27 @@ class _PartSearch:
                     candidates=self._may_be_faster(part, part.degrees),
                 )
                 if quick.prediction.step_time_s < least_s:
-                    first, least_s = part, quick.prediction.step_time_s
+                    first = part
+                    least = quick.prediction.step_time_s * self.rate(part.request.cluster)
         return first
 
     def look_at(self, part: ClusterPart, searched: Callable[..., Answer]) -> None:
         """Exclude a part, or search it, unless that is too much together with the others."""
-        if part.bound_s >= self.limit_s:
-            self.bounds_s.append(part.bound_s)
+        if part.bound_s >= self.limit_s(part):
+            self._add_bound(part, part.bound_s)
             return
         if self.is_spent and part.degrees is not None and not part.whole:
             self.unproven += 1
             return
-        best = self.best
-        if part.degrees is None or (best is None and part.whole):
+        if part.degrees is None or (self.best is None and part.whole):
             self.search(part, searched)
             return
         candidates = self._may_be_faster(part, part.degrees)
         del self._spaces[part.request.cluster_name]
-        if best is not None:
-            bound_s = self._bound_s(part, candidates, best.answer)
-            if bound_s >= self.limit_s:
-                self.bounds_s.append(bound_s)
+        if self.best is not None:
+            bound_s = self._bound_s(part, candidates)
+            if bound_s >= self.limit_s(part):
+                self._add_bound(part, bound_s)
                 return
         self.search(part, searched, candidates)
 
@@ -316,7 +346,7 @@ class _PartSearch:
         """Return the layouts of a part whose degrees may be faster than the best that is known."""
         name, request = part.request.cluster_name, part.request
         if name not in self._spaces:
-            some = degrees.degrees_below(request, self.limit_s)
+            some = degrees.degrees_below(request, self.limit_s(part))
             spaces: list[Any] = []
             if some:
                 with contextlib.suppress(DocumentError):
@@ -330,10 +360,11 @@ class _PartSearch:
     ) -> None:
         """Look for plans on some devices of several groups; nothing is proven of these."""
         most = max(2, MOST_FEWER // request.cluster.devices)
-        for bound_s, kept, shapes in fewer_devices(request, least, lambda: self.limit_s):
+        whole = ClusterPart(request, 0.0, whole=True)
+        for bound_s, kept, shapes in fewer_devices(request, least, lambda: self.limit_s(whole)):
             if self.fewer == most:
                 return
-            limit_s = self.limit_s
+            limit_s = self.limit_s(whole)
             self.fewer += 1
             part = ClusterPart(on_group_set(request, kept, shapes), bound_s, False, kept)
             with contextlib.suppress(NoPlanFits, DocumentError):
@@ -342,15 +373,15 @@ class _PartSearch:
                     below_s=min(ANY_S, limit_s * (1 + MARGIN)),
                     effort=QUICK,
                     store=self.store,
-                    faster_than=None if self.best is None else _ranked(self.best.answer),
+                    faster_than=None if self.best is None else self._best_on(part),
                     fewest_groups=len(kept),
                 )
                 if quick.prediction.step_time_s < limit_s * (1 + NEAR):
                     self.search(part, searched)
 
-    def _bound_s(self, part: ClusterPart, candidates: Sequence[Candidates], best: Answer) -> float:
+    def _bound_s(self, part: ClusterPart, candidates: Sequence[Candidates]) -> float:
         """Return what no plan of a part takes less than, as far as that matters beside the best."""
-        goal = SimulatedStepGoal(_ranked(best), BOUNDED)
+        goal = SimulatedStepGoal(self._best_on(part), BOUNDED)
         if part.request.model.edges and candidates:
             return part.bound_s
         queue, spent = Queue(goal), Spent()
@@ -361,7 +392,7 @@ class _PartSearch:
 
     def _below_s(self, part: ClusterPart) -> float:
         """Return what the closed form has to be below to be worth a simulation."""
-        limit_s = self.limit_s * (1 + MARGIN) if part.is_set else self.most_s
+        limit_s = self.limit_s(part) * (1 + MARGIN) if part.is_set else self.most_s
         return min(ANY_S, limit_s)
 
     def _set_bound_s(self, part: ClusterPart) -> float:
@@ -384,7 +415,7 @@ class _PartSearch:
         `candidates` are all of it that may be faster than the best that is known.
         """
         has_all = not candidates or self.best is None
-        effort, limit_s = self.effort, self.limit_s
+        effort, limit_s = self.effort, self.limit_s(part)
         if self.best is not None and effort is USUAL and not part.whole:
             effort = replace(effort, solved=SOLVED, programs=PROGRAMS)
         try:
@@ -393,14 +424,14 @@ class _PartSearch:
                 below_s=self._below_s(part),
                 effort=effort,
                 store=self.store,
-                faster_than=None if self.best is None else _ranked(self.best.answer),
+                faster_than=None if self.best is None else self._best_on(part),
                 candidates=candidates,
             )
         except NoneFaster:
             if part.is_set:
-                self.bounds_s.append(self._set_bound_s(part))
+                self._add_bound(part, self._set_bound_s(part))
             elif not has_all:
-                self.bounds_s.append(limit_s)
+                self._add_bound(part, limit_s)
             return
         except NoPlanFits:
             return
@@ -412,7 +443,7 @@ class _PartSearch:
         if is_faster and not has_all:  # a certificate is of all that a part has
             self.search(part, searched)
             return
-        self.bounds_s.append(min(fastest.certificate.lower_bound_s, limit_s))
+        self._add_bound(part, min(fastest.certificate.lower_bound_s, limit_s))
         if part.whole:
             self.whole_s = fastest.certificate.lower_bound_s
         if not is_faster:
@@ -438,19 +469,20 @@ def _preferred(request: Request, fastest: Answer, prefer: Prefer | None) -> Answ
     return fastest if prefer is None else with_preference(request, fastest, prefer)
 
 
-def _ranked(answer: Answer) -> Ranked:
-    return Ranked(plan=answer.plan, objective_s=math.inf, prediction=answer.prediction)
+WORSE = {"energy": "takes more energy", "cost": "costs more"}
+"""What a plan on more devices does, by what is preferred; else it is slower."""
 
 
-def used_text(request: Request, answer: PartAnswer) -> str:
+def used_text(request: Request, answer: PartAnswer, prefer: Prefer = "fastest") -> str:
     """Return which devices of the cluster an answer uses; empty where it uses all."""
     if answer.part.whole:
         left = _unused(answer.answer.plan)
         return f": the plan uses none of {', '.join(left)}" if left else ""
     groups, kept = request.cluster.groups, answer.part.kept or (0,)
+    worse = WORSE.get(prefer, "is slower")
     used = dict(zip(kept, answer.part.request.cluster.groups, strict=True))
     if len(groups) == 1:
-        return f": the plan uses {_where(groups[0], used[0])}, and is slower on more"
+        return f": the plan uses {_where(groups[0], used[0])}, and {worse} on more"
     texts = [
         f"{_where(group, used[at]) or 'all'} of {group.name}"
         for at, group in enumerate(groups)
@@ -458,7 +490,7 @@ def used_text(request: Request, answer: PartAnswer) -> str:
     ]
     left = [group.name for at, group in enumerate(groups) if at not in used]
     texts += [f"none of {', '.join(left)}"] if left else []
-    return f": the plan uses {', '.join(texts)}, and is slower on all"
+    return f": the plan uses {', '.join(texts)}, and {worse} on all"
 
 
 def _unused(plan: Plan) -> list[str]:

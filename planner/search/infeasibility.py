@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 
 LOOKED_AT = 8
 """Number of the layouts with the least bytes that are solved."""
-TRIED = 32
-"""The same of a changed request; as few of graphs and of devices that differ, which take longer."""
+TRIED = 16
+"""The same of a changed request; half as many of graphs and of devices that
+differ, which take longer."""
 MOST_MEMORY = 1024.0
 """Largest multiple of the devices' memory that is tried."""
 HAIR = 1e-3

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from meshwright.planner.requests.pins import Pins
     from meshwright.planner.requests.request import Request
 
-Prefer = Literal["simplest", "fastest"]
+Prefer = Literal["simplest", "fastest", "energy", "cost"]
+"""The last two are of parts of a cluster: on the same devices the fastest plan takes least."""
 NEAR = 0.015
 """Beyond the fastest simulated step, relatively, in our own runtime."""
 MOST_ALONE = 3

@@ -159,9 +159,17 @@ def of_plan(certificate: Certificate, *, layout: Layout, step_s: float) -> Certi
 
 
 def of_parts(
-    certificate: Certificate, bounds_s: Sequence[float], *, unproven: int, fewer: int | None
+    certificate: Certificate,
+    bounds_s: Sequence[float],
+    *,
+    unproven: int,
+    fewer: int | None,
+    by: str | None = None,
 ) -> Certificate:
     """Return the certificate of a part with what is proven of the cluster and its parts.
+
+    Where parts are compared `by` energy or cost, `bounds_s` are seconds that would take as much on
+    the part.
 
     Nothing is proven of `unproven` others, nor, of several groups, of `fewer` parts with some
     devices of more than one, of which plans were looked for.
@@ -171,6 +179,8 @@ def of_parts(
     claim += f"; it does not cover {unproven} more" if unproven else ""
     if fewer:
         claim += f"; {fewer} with some devices of several groups were searched without a proof"
+    if by is not None:
+        claim += f". Seconds of other parts are those that would take as much {by} on this one"
     claim += "."
     update: dict[str, object] = {
         "lower_bound_s": bound_s,

@@ -135,8 +135,7 @@ def search(
     if not bests and below_s < math.inf:
         raise NoneFaster(f"no plan takes less than {below_s:g} s")
     if not bests:
-        build = partial(spaces_of, rules=rules, store=store, effort=graph_effort(0, 0))
-        raise NoPlanFits(why_nothing(request, queue.misses, build))
+        raise no_plan(request, queue.misses, rules, store)
 
     every = [goal.home(best).candidate_of(best) for best in bests]
     chained = all(isinstance(space, ChainSpace) for space in spaces)
@@ -160,6 +159,17 @@ def search(
         solved=goal.solved,
         candidates=tuple(space.candidates for space in spaces if isinstance(space, ChainSpace)),
     )
+
+
+def no_plan(
+    request: Request,
+    misses: Sequence[str] = (),
+    rules: Rules | None = None,
+    store: FigureStore | None = None,
+) -> NoPlanFits:
+    """Return the error that says why nothing fits; `misses` are reasons of single layouts."""
+    build = partial(spaces_of, rules=rules, store=store, effort=graph_effort(0, 0))
+    return NoPlanFits(why_nothing(request, misses, build))
 
 
 class _Proof:

@@ -61,6 +61,8 @@ class UsedBytes:
     """[way] The same as `of` with options [way, layer], up to rounding."""
     fewest: Callable[[int, Sequence[int], Sequence[int]], float] | None = None
     """No more than the same with any options, up to rounding."""
+    grows: bool = False
+    """True if a stage holds no less with more layers before its first or behind its last."""
 
     def along(self, order: Sequence[int]) -> UsedBytes:
         """Return the same for layers given by their places in an order."""
@@ -88,6 +90,7 @@ class UsedBytes:
             self.by_place,
             self.of_many and of_many,
             fewest if self.fewest is not None else None,
+            self.grows,
         )
 
 

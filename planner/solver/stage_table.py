@@ -317,7 +317,7 @@ class StepTable:
         if self.loose:
             least_s = [self.loose.pop(at, float(self.stage_s[at])) for at in same.tolist()]
         if fastest is None:
-            self.stage_s[same] = np.inf
+            self._exclude(stage, same)
             return
         if fastest.at_least_s < fastest.time_s:
             at_least_s = np.maximum(least_s, self._staged_s(stage, same, fastest.at_least_s))
@@ -325,6 +325,19 @@ class StepTable:
         self.stage_s[same] = np.maximum(least_s, self._staged_s(stage, same, fastest.time_s))
         if self.sync_depends:
             self._used_s[same] = fastest.sync_s
+
+    def _exclude(self, stage: int, same: Indices) -> None:
+        """Exclude entries that do not fit, and those that have all layers of one of them."""
+        assert self._used_bytes is not None, "sums are exact without"
+        if self._used_bytes.grows:
+            first, (smaller, larger) = self.ways.steps(stage).start, self._hops[stage]
+            least_end = np.full(len(self._bounds.members), np.inf)
+            np.minimum.at(least_end, smaller[same - first], larger[same - first])
+            least_end = np.minimum.accumulate(least_end[::-1])[::-1]
+            same = first + np.flatnonzero(larger >= least_end[smaller])
+        self.stage_s[same], self.settled[same], self._checked[same] = np.inf, True, True
+        for entry in self.loose.keys() & set(same.tolist()):
+            del self.loose[entry]
 
     def _fastest_of(self, stage: int, entry: int, kinds: tuple[int, ...]) -> Fastest | None:
         """Return the fastest options of an entry that fit, within limits on seconds and sync."""

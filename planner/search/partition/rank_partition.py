@@ -144,6 +144,7 @@ class RankProblem:
                 by_place=self._crossing is not None,
                 of_many=self.used_by_many,
                 fewest=self.fewest_bytes,
+                grows=self._crossing is None,
             ),
         )
 

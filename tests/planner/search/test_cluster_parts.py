@@ -16,6 +16,7 @@ from meshwright.planner.catalog.expressions import resolve_cluster, resolve_mode
 from meshwright.planner.costs.cost_cache import FigureStore
 from meshwright.planner.costs.predict import layout_prediction
 from meshwright.planner.documents import document
+from meshwright.planner.documents.cluster import ClusterSpec
 from meshwright.planner.documents.plan import Layout
 from meshwright.planner.errors import DocumentError, NoPlanFits
 from meshwright.planner.frameworks.executable import rules_of
@@ -173,7 +174,7 @@ def test_a_batch_that_the_devices_do_not_divide_leaves_some_idle(tmp_path: Path)
 
 
 def test_devices_that_no_batch_divides_have_an_answer() -> None:
-    request = request_of("3x3xh100-sxm-80gb", "demo-4m", 4)
+    request = request_of("3x3xh100-sxm-80gb", "demo-4m", 1)
     with pytest.raises(NoPlanFits):
         search(request, below_s=1e9)
     answer = search_parts(request, effort=BRIEF)
@@ -201,6 +202,26 @@ def test_no_clock_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     rushed = search_parts(request).answer
     assert rushed.search_s > 1e5
     assert (rushed.plan, rushed.certificate) == (usual.plan, usual.certificate)
+
+
+@pytest.mark.parametrize(("idle_w", "devices"), [(0.0, 1), (20.0, 2)])
+def test_no_part_takes_less_energy(idle_w: float, devices: int) -> None:
+    """With a network that draws much, both devices take least; without, one does."""
+    request = request_of("2xh100-sxm-80gb", "gpt2", 24)
+
+    def watts(cluster: ClusterSpec) -> float:
+        return cluster.devices + idle_w
+
+    answer = search_parts(request, "energy", effort=BRIEF, rate=watts)
+    step_s = answer.answer.prediction.step_time_s
+    taken = watts(answer.part.request.cluster) * step_s
+    each = {
+        called: watts(resolve_cluster(called)) * seconds
+        for called, seconds in steps_of_parts(request, "fastest", BRIEF).items()
+    }
+    assert taken == pytest.approx(min(each.values()), rel=1e-9), each
+    assert answer.part.request.cluster.devices == devices
+    assert answer.answer.certificate.lower_bound_s <= step_s * (1 + 1e-9)
 
 
 def test_pins_that_fix_a_number_of_devices_are_kept() -> None:

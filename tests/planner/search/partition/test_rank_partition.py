@@ -405,6 +405,10 @@ def test_no_options_of_a_rank_hold_less_than_the_least() -> None:
                 holds = used.of(rank, before, own, options)
                 assert least <= holds * (1 + 1e-9)
                 least_share = min(least_share, holds / least)
+                if len(own) > instance.stages[rank].least_layers and used.grows:
+                    without_first = used.of(rank, [*before, first], own[1:], options[1:])
+                    without_last = used.of(rank, before, own[:-1], options[:-1])
+                    assert max(without_first, without_last) <= holds * (1 + 1e-9)
     assert least_share < 1.01  # and it is close
 
 
