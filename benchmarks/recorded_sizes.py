@@ -3,7 +3,7 @@
     python -m benchmarks.recorded_sizes [model_type ...]          # lines, one a type
     python -m benchmarks.recorded_sizes --page > docs/results/recorded.md
 
-Configurations are retyped from a checkpoint's config.json in `recorded_sizes.yaml`, or are the
+Configurations have the sizes of a checkpoint in `recorded_sizes.yaml`, or are the
 defaults of transformers' own class, which names the checkpoint that they are of.  Each is planned
 in a process of its own without weights and without a network; its peak of resident bytes and its
 CPU seconds are those that the system counted for the process.  Lines are kept in

@@ -198,7 +198,9 @@ def test_a_spare_ends_well_only_where_the_run_does(
     if ends_well:
         case.epochs(spare)._end_as_spare(over)
         return
-    with pytest.raises(LaunchError, match=r"the last saved state is .* of 40 steps; start the run again"):
+    with pytest.raises(
+        LaunchError, match=r"the last saved state is .* of 40 steps; start the run again"
+    ):
         case.epochs(spare)._end_as_spare(over)
 
 
