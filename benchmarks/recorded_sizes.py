@@ -144,8 +144,9 @@ def page() -> str:
         f"process of its own, without weights. {len(rows) - len(over)} are planned in at most "
         f"{MOST_CPU_S} CPU seconds and {MOST_BYTES / 1e9:g} GB; {len(TYPES.split()) - len(rows)} "
         "types of the list were not measured. "
-        "`python -m benchmarks.recorded_sizes --page` writes this page; configurations are "
-        "retyped from a checkpoint's config.json (`benchmarks/recorded_sizes.yaml`), or are the "
+        "`python -m benchmarks.recorded_sizes --page` writes this page; configurations have "
+        "the sizes of a checkpoint (`benchmarks/recorded_sizes.yaml`; two were compared with a "
+        "published page, the others are not verified), or are the "
         "defaults of the library's class, with the checkpoint that it names.",
         "",
         "| type | checkpoint | billions | layers | CPU s | peak GB | answer |",
