@@ -195,6 +195,8 @@ def note_steps(folder: Path, kind: str) -> None:
         step_s: Sequence[float],
         loss: float,
         metrics: Metrics | None,
+        *,
+        is_last: bool = False,
     ) -> None:
         nonlocal took_s, lines
         if lines is None:
@@ -206,7 +208,7 @@ def note_steps(folder: Path, kind: str) -> None:
         mirror.every = 1
         begin_s = time.thread_time()
         if copies:
-            copy(loop, mirror, step, step_s, loss, metrics)
+            copy(loop, mirror, step, step_s, loss, metrics, is_last=is_last)
         took_s += time.thread_time() - begin_s
 
     Loop._copy = noting  # type: ignore[method-assign]

@@ -418,4 +418,4 @@ def test_nodes_that_are_lost_at_once_are_all_named(tmp_path: Path, plan: Path) -
     run.until(lambda: run.trained == STEPS)
 
     (incident,) = [one for one in events(run.folder / "out") if one.event == "incident"]
-    assert incident.evidence.startswith("nodes 1, 2 are gone; ")
+    assert incident.evidence.startswith("nodes 1, 2 were lost; ")

@@ -223,6 +223,7 @@ SENT = {
     ("batch_norm.py", "all_reduce"): HERE,
     ("sharded_optimizer.py", "broadcast"): COPIED,
     ("global_batch_loss.py", "all_gather"): COPIED,
+    ("stage_tensors.py", "broadcast"): COPIED,
 }
 """Where tensors are sent as they lie in memory; between ranks they may lie in different orders."""
 SENDS = {"broadcast", "send", "recv", "isend", "irecv", "all_gather", "all_reduce", "all_to_all",
