@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -71,6 +72,7 @@ from meshwright.planner.requests.request import (
 from meshwright.planner.search.answer import Alternative, Answer, Progress
 from meshwright.planner.search.cluster_parts import (
     PartAnswer,
+    Rate,
     dividing_batch,
     search_parts,
     used_text,
@@ -239,36 +241,29 @@ def answer_to(
     """Search, choose, and note idle devices, pins without effect, 8 bits that gain nothing."""
     gap_progress = None if progress is None or gap is None else _closing(progress)
     rate = running_rate(prefer, request.cluster)
+    search_once = partial(
+        search_parts, prefer=prefer, solver=solver, top=top, effort=effort_to(gap), rate=rate
+    )
     searched: PartAnswer | None = None
     refused: NoPlanFits | None = None
     for wanted in _with_allowed_choices(request):
         try:
-            result = search_parts(
-                wanted,
-                prefer,
-                solver=solver,
-                top=top,
-                progress=progress,
-                effort=effort_to(gap),
-                gap_progress=gap_progress,
-                rate=rate,
-            )
+            result = search_once(wanted, progress=progress, gap_progress=gap_progress)
         except NoPlanFits as error:
             refused = error
             continue
-        step_s = result.answer.prediction.step_time_s
-        if searched is None or step_s < searched.answer.prediction.step_time_s:
+        if _step_cost(result, rate) < _step_cost(searched, rate):
             searched, request = result, wanted
     for wanted in with_modules(request, searched):
-        below_s = math.inf if searched is None else searched.answer.closed_form.objective_s
+        below_s = math.inf
+        if searched is not None and rate is None:  # a slower plan on fewer devices may cost less
+            below_s = searched.answer.closed_form.objective_s
         try:
-            result = search_parts(
-                wanted, prefer, solver=solver, top=top, effort=effort_to(gap), below_s=below_s
-            )
+            result = search_once(wanted, below_s=below_s)
         except NoPlanFits:
             continue
-        step_s = math.inf if searched is None else searched.answer.prediction.step_time_s
-        if uses_modules(result.answer.plan) and result.answer.prediction.step_time_s < step_s:
+        is_better = _step_cost(result, rate) < _step_cost(searched, rate)
+        if uses_modules(result.answer.plan) and is_better:
             searched, request = result, wanted
     if searched is None:
         assert refused is not None
@@ -341,6 +336,14 @@ def _with_less_surety(request: Request) -> str:
         f"--fit-probability {AS_PREDICTED:g} the plan is {prediction.layout}, which fits with a "
         f"probability of {prediction.fit_probability or 0.0:.0%}."
     )
+
+
+def _step_cost(searched: PartAnswer | None, rate: Rate | None) -> float:
+    """Return seconds of a step, or what they cost at a rate; inf where there is no answer."""
+    if searched is None:
+        return math.inf
+    each = 1.0 if rate is None else rate(searched.part.request.cluster)
+    return searched.answer.prediction.step_time_s * each
 
 
 def _closing(progress: Progress) -> GapProgress:

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 LOOKED_AT = 8
 """Number of the layouts with the least bytes that are solved."""
 TRIED = 16
-"""The same of a changed request; half as many of graphs and of devices that
-differ, which take longer."""
+"""The same of a changed request; `LOOKED_AT` of graphs and of devices that differ,
+which take longer."""
 MOST_MEMORY = 1024.0
 """Largest multiple of the devices' memory that is tried."""
 HAIR = 1e-3

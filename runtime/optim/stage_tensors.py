@@ -45,7 +45,7 @@ class StageTensors(Mapping[str, Tensor]):
         described = {name: _description(tensor) for name, tensor in here.items()}
         every: list[Any] = all_gather_json(described, group=self._group)
         assert place.mesh is not None
-        for names in {tuple(one["mesh"]) for there in every for one in there.values()} - {()}:
+        for names in {tuple(about["mesh"]) for there in every for about in there.values()} - {()}:
             if names not in self._meshes and set(names) <= set(place.mesh.mesh_dim_names or ()):
                 self._meshes[names] = place.mesh[names]
         self._widest = max(self._meshes.values(), key=lambda mesh: mesh.ndim, default=None)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import re
+from typing import Any
 
 import pytest
 
 import meshwright
+from meshwright.api import commands
+from meshwright.api.running_costs import running_rate
+from meshwright.planner.catalog.expressions import resolve_cluster
 from meshwright.planner.errors import DocumentError
+from meshwright.planner.search.cluster_parts import search_parts
 
 ASKED = {"seq_len": 512, "global_batch": 8}
 
@@ -24,6 +30,34 @@ def test_energy_is_that_of_the_devices_in_use() -> None:
     assert low < taken < high
     [limited] = [note for note in answer.prediction.notes if "power limit" in note]
     assert "420 W of h100-sxm-80gb" in limited
+
+
+@pytest.mark.parametrize("name", ["1xh100-sxm-80gb", "8xh100-sxm-80gb", "4x8xh100-sxm-80gb"])
+def test_a_second_takes_the_power_of_all_devices(name: str) -> None:
+    """One function is asked of the whole cluster and of its parts."""
+    rate = running_rate("energy", resolve_cluster("8x8xh100-sxm-80gb"))
+    part = resolve_cluster(name)
+
+    assert rate is not None
+    assert rate(part) == rate(part) == pytest.approx(part.devices * (1.23 * 700 + 60) * 1.3)
+
+
+def test_every_search_of_an_answer_compares_energy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sets of recomputed modules too: of two parts the faster may take more."""
+    rates: list[Any] = []
+
+    def noting(*arguments: Any, **keywords: Any) -> Any:
+        rates.append(keywords["rate"])
+        assert keywords.get("below_s", math.inf) == math.inf
+        return search_parts(*arguments, **keywords)
+
+    monkeypatch.setattr(commands, "search_parts", noting)
+    monkeypatch.setattr(commands, "with_modules", lambda request, searched: [request])
+
+    meshwright.search("demo-4m", "2xh100-sxm-80gb", prefer="energy", **ASKED)  # type: ignore[arg-type]
+
+    assert len(rates) == 2
+    assert None not in rates
 
 
 def test_rent_needs_a_price() -> None:

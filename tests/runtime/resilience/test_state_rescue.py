@@ -94,12 +94,18 @@ def test_an_error_of_a_document_goes_to_other_processes_as_it_is() -> None:
         assert (other.path, other.message, other.file) == ("a.b", "is wrong", "plan.yaml")
 
 
-def test_the_newest_copies_wait_for_room_on_a_full_disk_and_older_ones_are_deleted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saved = tmp_path / "saved"
-    saved.mkdir()
+@pytest.fixture
+def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return an empty folder of checkpoints; copies in memory lie beside it."""
+    folder = tmp_path / "saved"
+    folder.mkdir()
     monkeypatch.setattr(shared_memory, "SHARED", tmp_path)
+    return folder
+
+
+def test_the_newest_copies_wait_for_room_on_a_full_disk_and_older_ones_are_deleted(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     context = CopyContext(plan=PLAN, model=MODEL)
 
     def leave(step: int) -> None:
@@ -135,11 +141,8 @@ def test_the_newest_copies_wait_for_room_on_a_full_disk_and_older_ones_are_delet
 
 
 def test_an_older_state_that_is_saved_leaves_the_newest_in_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved = tmp_path / "saved"
-    saved.mkdir()
-    monkeypatch.setattr(shared_memory, "SHARED", tmp_path)
     write_all = state_rescue._write_all
 
     def write_older(key: state_rescue.Key, *rest: Any) -> Path | None:
