@@ -220,9 +220,7 @@ class Gradients:
         if self.participation is not None:
             absent = self.participation.absent()
             self._lacking |= {slot for slot in grads if id(slot.parameter) in absent}
-        self._without = set()
-        if len(grads) < len(self.slots):
-            self._without = {slot.name for slot in self.slots if slot not in grads}
+        self._without = {slot.name for slot in self.slots if slot not in grads}
         for slot in (*self._partial, *self._averaged, *itertools.chain(*self._tied.values())):
             if slot not in grads:
                 grads[slot] = torch.zeros_like(slot.local)
@@ -443,11 +441,8 @@ def _multiply(grads: dict[Slot, Tensor], factor: Tensor) -> None:
 def _squared_norm(grads: dict[Slot, Tensor], *, like: Tensor) -> Tensor:
     """Return this rank's share of the squared norm: shares of all ranks add up to the whole."""
     by_copies: dict[int, list[Tensor]] = {}
-    if len(every := {slot.copies for slot in grads}) == 1:
-        by_copies[every.pop()] = list(grads.values())
-    else:
-        for slot, grad in grads.items():
-            by_copies.setdefault(slot.copies, []).append(grad)
+    for slot, grad in grads.items():
+        by_copies.setdefault(slot.copies, []).append(grad)
     total = torch.zeros((), dtype=torch.float32, device=like.device)
     for copies, group in by_copies.items():
         norms = torch.stack(torch._foreach_norm(group))

@@ -534,11 +534,11 @@ class TorchOptimizers(Gradients):
                 continue
             if part.owner is not None:
                 self._gather(part, grad)
-            elif grad.stride() != (plain := part.plain).stride():
+            elif grad.stride() != part.plain.stride():
                 # Fused updates run through memory and look at no strides.
-                plain.grad = torch.empty_like(plain).copy_(grad)
+                part.plain.grad = torch.empty_like(part.plain).copy_(grad)
             else:
-                plain.grad = grad
+                part.plain.grad = grad
         with torch.enable_grad():
             if self._streamed is not None:
                 self._streamed.step(self._users)
