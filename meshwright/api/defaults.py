@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import ClassVar, cast, get_args
 
-from meshwright.planner.catalog.expressions import locate_model
+from meshwright.planner.catalog.expressions import full_names, locate_model
 from meshwright.planner.documents import document
 from meshwright.planner.documents.cluster import Precision
 from meshwright.planner.documents.document import Document, is_file, nearest
@@ -78,6 +78,10 @@ class CommandDefaults:
         open_ = [f"--{name} {taken}" for name, (given, taken) in options.items() if given is None]
         if open_:
             self.notes.append(f"{' '.join(open_)} (not given)")
+
+    def abbreviated(self, clusters: str) -> None:
+        """Note which accelerators the short names of a command's clusters were taken for."""
+        self.notes += [f"{short} is {full}" for short, full in full_names(clusters).items()]
 
     @cached_property
     def _path(self) -> str:

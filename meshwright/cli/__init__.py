@@ -92,6 +92,14 @@ LOST = (errno.EPIPE, errno.ENOSPC)
 WRONG_USAGE: Any = typer.BadParameter.__mro__[1]
 """All errors of arguments; typer names this one of them."""
 
+WRITTEN = {
+    "int_parsing": "is not a whole number; write all digits, as in 32768",
+    "int_from_float": "is not a whole number; write all digits, as in 32768",
+    "float_parsing": "is not a number; write it as in 0.5 or 1e-4",
+    "bool_parsing": "is neither true nor false; write one of them",
+}
+"""What a refused value of an option is, and how it is written, by the kind of pydantic's error."""
+
 for _name, _command in COMMANDS.items():
     # Behind `run SCRIPT` come the script's own options.
     _settings = {"allow_interspersed_args": _name != "run"}
@@ -120,6 +128,7 @@ def main(arguments: list[str] | None = None) -> int:
         refuse(str(error))
         return _fail(json, type(error).__name__, str(error), error.status, _place(error))
     except WRONG_USAGE as error:
+        _show_value(error)
         error.show()
         return _fail(json, "UsageError", error.format_message(), error.exit_code)
     except SystemExit as done:
@@ -131,6 +140,16 @@ def main(arguments: list[str] | None = None) -> int:
         sys.excepthook = _bug  # what is raised may quote a document
         raise
     return status
+
+
+def _show_value(error: Any) -> None:
+    """Say which value of an option was refused, and how it is written."""
+    findings = getattr(error.__cause__, "errors", None)
+    if findings is None:
+        return
+    first = findings()[0]
+    way_out = WRITTEN.get(first["type"], f"is refused: {first['msg']}")
+    error.message = f"'{first['input']!s:.60}' {way_out}"
 
 
 def _fail(

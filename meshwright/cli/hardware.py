@@ -266,6 +266,8 @@ def whatif(
                     "global-batch": (global_batch, job.global_batch),
                 }
             )
+        for cluster in _parts(clusters):
+            mine.abbreviated(cluster)
         out.print(result_facts(result, [*defaults_facts(mine.notes), next_fact("", explain=False)]))
     if result.interrupted:
         raise typer.Exit(1)  # what is printed is a part

@@ -87,6 +87,7 @@ def plan(
             "global-batch": (options.get("global_batch"), job.global_batch),
         }
     )
+    mine.abbreviated(where)
     facts = [*defaults_facts(mine.notes), next_fact(_then(answer, output), explain=explain)]
     if html:
         facts.insert(-1, Fact(label="written", text=html, copied=True))
@@ -227,11 +228,12 @@ def import_(
     from meshwright.render.text import imported_facts
 
     mine = of_user()
+    where = _required_cluster(mine.value_of("cluster", cluster))
     with hub.offline(offline):
         imported = commands.import_plan(
             file,
             of=of,
-            cluster=_required_cluster(mine.value_of("cluster", cluster)),
+            cluster=where,
             model=model,
             seq_len=seq_len,
             global_batch=global_batch,
@@ -242,6 +244,7 @@ def import_(
     if json:
         print(as_json(imported_json(imported)))
         return
+    mine.abbreviated(where)
     out.print(imported_facts(imported, mine.notes, output, explain=explain))
 
 
@@ -301,6 +304,7 @@ def predict(
                 "global-batch": (options.get("global_batch"), predicted.job.global_batch),
             }
         )
+        mine.abbreviated(predicted.cluster)
         given = JobOptions(**options).given() | {"framework": framework}
         words = [shlex.quote(word) for word in option_words(given)]
         then = " ".join(["plan", model, "--cluster", predicted.cluster, *words])

@@ -12,6 +12,7 @@ A user's own modules (`file.py:factory`) are recognised here and built elsewhere
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Sequence
@@ -163,6 +164,22 @@ def resolve_cluster(text: str) -> ClusterSpec:
     if _is_path(text):
         return _read_cluster(_path(text))
     return _join_groups(text) if "+" in text else _of_one_kind(text)
+
+
+def full_names(text: str) -> dict[str, str]:
+    """Return full names of the accelerators that a CLUSTER abbreviates, by their short ones.
+
+    >>> full_names("4x8xa100,network=25GB/s+8xh100-sxm-80gb")
+    {'a100': 'a100-sxm-80gb'}
+    """
+    full: dict[str, str] = {}
+    if _document_in(text) or _is_path(text):
+        return full
+    for name in re.findall(r"(?:^|\+)(?:\d+x){0,2}([a-zA-Z][\w.\-]*)", text):
+        with contextlib.suppress(DocumentError):  # a node type, or local
+            if accelerator_name(name) != name.lower():
+                full[name] = accelerator_name(name)
+    return full
 
 
 def _of_one_kind(text: str) -> ClusterSpec:

@@ -196,10 +196,12 @@ class Training(Part):
         for setting in settings:
             path, equals, text = setting.partition("=")
             if not equals:
+                of_adapters = path.startswith("lora.")
+                written = path.removeprefix("lora.")
+                form = "rank=16 or targets=[q_proj,v_proj]" if of_adapters else "learning_rate=1e-4"
                 raise DocumentError(
-                    "training",
-                    f"'{setting}' is not of the form name=value; write it so, and a list in "
-                    "brackets as targets=[q_proj,v_proj]",
+                    "lora" if of_adapters else "training",
+                    f"'{written}' is not of the form name=value; write it as in {form}",
                 )
             cls: type[Part] = Training
             place, name = values, path

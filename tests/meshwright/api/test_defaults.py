@@ -66,6 +66,32 @@ def test_sequence_and_batch_that_nobody_gave_are_said(
     assert "defaults  --seq-len 1024 --global-batch 4096 (not given)" in told
 
 
+def test_a_short_name_of_an_accelerator_is_said_in_full(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    named = ["predict", "gpt2", "--cluster", "2x1xa100,network=25GB/s", "--layout", "pp=2"]
+
+    assert cli.main(named) == 0
+
+    assert ", a100 is a100-sxm-80gb" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--seq-len", "32k"], "'32k' is not a whole number; write all digits, as in 32768"),
+        (["--global-batch", "1.5"], "'1.5' is not a whole number"),
+        (["--fit-probability", "high"], "'high' is not a number; write it as in 0.5"),
+    ],
+)
+def test_a_value_that_is_no_number_is_said_with_the_way_out(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*ASKED, *words]) == 2
+
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
 @pytest.mark.matrix
 def test_a_plan_keeps_its_own_cluster_and_framework(
     file: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path

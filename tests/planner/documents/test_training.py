@@ -79,6 +79,7 @@ def test_what_is_no_number_is_refused(value: str) -> None:
     ("setting", "message"),
     [
         ("learning_rate", "'learning_rate' is not of the form name=value"),
+        ("lora.16", "lora: '16' is not of the form name=value; write it as in rank=16"),
         ("learn_rate=1", "has no setting 'learn_rate'; did you mean 'learning_rate'"),
         ("learning_rate=fast", 'learning_rate: is "fast"'),
         ("rate_schedule=square", 'rate_schedule: is "square"'),
