@@ -37,7 +37,7 @@ from meshwright.planner.catalog.expressions import resolve_model
 from meshwright.planner.costs.layout_costs import refusal
 from meshwright.planner.costs.predict import layout_prediction, plan_timeline
 from meshwright.planner.costs.predict import predict as predict_plan
-from meshwright.planner.costs.uncertainty import NOT_UNDERSTOOD, bounded_by_words
+from meshwright.planner.costs.uncertainty import bounded_by_words, words_notes
 from meshwright.planner.documents import document
 from meshwright.planner.documents import plugins as installed
 from meshwright.planner.documents.cluster import ClusterSpec, Precision
@@ -436,7 +436,7 @@ def _warnings(mine: Prediction, best: Prediction) -> Iterator[str]:
     if not mine.fits:
         yield f"yours {mine.misfit}: its time is that of larger devices"
     for name, prediction in (("yours", mine), ("the best", best)):
-        notes = prediction.notes if prediction is mine else set(best.notes) - _words_notes(mine)
+        notes = prediction.notes if prediction is mine else set(best.notes) - set(words_notes(mine))
         yield from (f"{name} {note}" for note in prediction.notes if note in notes)
     if mine.step_time_low_s <= best.step_time_high_s and mine.step_time_s > best.step_time_s:
         spans = [
@@ -444,7 +444,7 @@ def _warnings(mine: Prediction, best: Prediction) -> Iterator[str]:
             for each in (mine, best)
         ]
         yield f"ranges overlap, yours {spans[0]}, best {spans[1]}; measure both before you change"
-    if _words_notes(mine):
+    if words_notes(mine):
         yield "what is not understood may be worth more than the gain; no plan is called the best"
     if mine.step_time_s < best.step_time_s and mine.fits:
         yield "yours is faster: it uses a choice that is not searched"
@@ -526,11 +526,6 @@ def _surroundings(source: str, values: Sequence[str]) -> ScriptEnvironment:
         return None if file is None else document.read_text(str(file))
 
     return ScriptEnvironment(values=settled, files=text_of)
-
-
-def _words_notes(prediction: Prediction) -> set[str]:
-    """Return the notes that name words which were not understood: they appear once."""
-    return {note for note in prediction.notes if note.startswith(NOT_UNDERSTOOD)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

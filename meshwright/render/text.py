@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from meshwright.planner.costs.uncertainty import words_notes
 from meshwright.planner.documents.units import bytes_text, seconds_text
 from meshwright.planner.report.facts import MOST_LINES, Fact, Summary, plain_table
 from meshwright.planner.report.text import (
@@ -181,7 +182,7 @@ def improved_parts(
     of_s = mine.step_time_s
     both = " -> ".join(seconds_text(prediction.step_time_s) for prediction in (mine, best))
     memory = " -> ".join(map(_memory_text, (mine, best)))
-    is_whole = not improved.mine.not_understood
+    is_whole = not words_notes(mine)
     facts = [
         Fact(label="yours", text=improved.mine.layout.text()),
         Fact(label="best" if is_whole else "other", text=improved.best.plan.layout.text()),

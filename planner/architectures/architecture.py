@@ -17,6 +17,7 @@ from meshwright.planner.architectures import llama_variants as after_llama
 from meshwright.planner.architectures import parallel_residual as side_by_side
 from meshwright.planner.architectures.config_keys import (
     Config,
+    Keys,
     divided_head_dim,
     flag,
     optional,
@@ -32,8 +33,14 @@ from meshwright.planner.architectures.decoders import (
     windows,
 )
 from meshwright.planner.architectures.parameters import block_kinds, graph_of
+from meshwright.planner.architectures.unread_settings import unread_settings
 from meshwright.planner.documents.document import first_error, nearest
-from meshwright.planner.documents.model import Architecture, Patches
+from meshwright.planner.documents.model import (
+    MOST_SETTINGS,
+    Architecture,
+    ModelGraph,
+    Patches,
+)
 from meshwright.planner.errors import DocumentError
 
 _STATEFUL = (
@@ -116,7 +123,7 @@ stands in its text_config, whose model_type is 'gemma3_text'"
     return None
 
 
-__all__ = ["SUPPORTED", "architecture_of", "block_kinds", "graph_of"]
+__all__ = ["SUPPORTED", "architecture_of", "block_kinds", "graph_of", "model_of_config"]
 
 
 def architecture_of(config: Config, *, name: str) -> Architecture:
@@ -148,9 +155,24 @@ def architecture_of(config: Config, *, name: str) -> Architecture:
             "(docs/how-to/train-your-script.md), or given as file.py:factory.",
         )
     try:
-        return _READERS[kind](config)
+        return _READERS[kind](config if isinstance(config, Keys) else Keys(config))
     except ValidationError as error:
         raise first_error(error) from error
+
+
+def model_of_config(config: Config, *, name: str, source: str) -> ModelGraph:
+    """Return the layers of a user's `config.json`, and which of its settings were not understood.
+
+    >>> model_of_config({"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12,
+    ...     "n_positions": 1024, "vocab_size": 50257, "engrams": 3}, name="mine", source="mine"
+    ... ).not_understood
+    ('engrams=3',)
+    """
+    keys = Keys(config)
+    graph = graph_of(architecture_of(keys, name=name), name=name, source=source)
+    kind = str(config["model_type"])
+    unread = unread_settings(config, keys.read, _SAME_FIGURES.get(kind, kind))
+    return graph.model_copy(update={"not_understood": unread[:MOST_SETTINGS] or None})
 
 
 def _mistral(config: Config) -> Architecture:
@@ -337,7 +359,7 @@ def _vit(config: Config) -> Architecture:
     )
 
 
-_READERS: dict[str, Callable[[Config], Architecture]] = {
+_READERS: dict[str, Callable[[Keys], Architecture]] = {
     **after_llama.READERS,
     **side_by_side.READERS,
     "bert": _bert,

@@ -3,12 +3,45 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from meshwright.planner.errors import DocumentError
 
 Config = Mapping[str, Any]
+
+
+class Keys(Mapping[str, Any]):
+    """A configuration that notes which of its keys were read.
+
+    >>> config = Keys({"hidden_size": 8, "engram_size": 4})
+    >>> config["hidden_size"], sorted(set(config) - config.read)
+    (8, ['engram_size'])
+    """
+
+    def __init__(self, config: Config, read: set[str] | None = None) -> None:
+        self._config = config
+        self.read = set[str]() if read is None else read
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        return self._config[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._config)
+
+    def __len__(self) -> int:
+        return len(self._config)
+
+    def __or__(self, other: Config) -> Keys:
+        """Return these keys with some replaced."""
+        return Keys({**self._config, **other}, self.read)
+
+    def __ror__(self, other: Config) -> Keys:
+        """Return these keys with defaults."""
+        return Keys({**other, **self._config}, self.read)
+
+
 AS_RECORDED = "plan FOLDER:recorded, the model as its own class runs"
 """Advice for a configuration that has no figures here."""
 

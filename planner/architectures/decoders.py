@@ -7,6 +7,7 @@ from typing import Any
 from meshwright.planner.architectures.config_keys import (
     AS_RECORDED,
     Config,
+    Keys,
     count,
     divided_head_dim,
     experts_of,
@@ -61,7 +62,7 @@ def llama(config: Config, family: str) -> Architecture:
     )
 
 
-def deepseek(config: Config, family: str) -> Architecture:
+def deepseek(config: Keys, family: str) -> Architecture:
     """Return the figures of a family with latent attention and experts."""
     latent = LatentAttention(
         q_rank=optional(config, "q_lora_rank", 1536) or 0,
@@ -75,8 +76,8 @@ def deepseek(config: Config, family: str) -> Architecture:
     heads = positive(config, "num_attention_heads")
     if (step := optional(config, "moe_layer_freq", 1)) != 1:
         raise without_figures("moe_layer_freq", f"is {step} and not 1")
-    every_head_has_its_own = {**config, "num_key_value_heads": heads}
-    common = decoder(every_head_has_its_own, family)
+    optional(config, "num_key_value_heads", None)  # every head has its own
+    common = decoder(config | {"num_key_value_heads": heads}, family)
     common["head_dim"] = latent.nope_head_dim + latent.rope_head_dim
     return Architecture(
         **common,

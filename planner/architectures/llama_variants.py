@@ -11,6 +11,7 @@ from typing import Any
 
 from meshwright.planner.architectures.config_keys import (
     Config,
+    Keys,
     count,
     flag,
     optional,
@@ -38,10 +39,10 @@ def _gemma(config: Config) -> Architecture:
     )
 
 
-def _gemma3(config: Config) -> Architecture:
+def _gemma3(config: Keys) -> Architecture:
     bias = flag(config, "attention_bias", False)
     window = optional(config, "sliding_window", 4096) or 0
-    config = {"num_attention_heads": 8, "vocab_size": 262208, **config}
+    config = {"num_attention_heads": 8, "vocab_size": 262208} | config
     return Architecture(
         **decoder(config, "gemma3_text", kv_heads=4, head_dim=256),
         tied_embeddings=flag(config, "tie_word_embeddings", True),
@@ -205,12 +206,12 @@ def _minimax_m2(config: Config) -> Architecture:
     )
 
 
-def _llama4(config: Config) -> Architecture:
+def _llama4(config: Keys) -> Architecture:
     """A shared expert beside the routed ones; attention in chunks, but in every fourth block.
 
     A chunk counts as a window of as many tokens: the same up to its length, and more beyond.
     """
-    config = {"interleave_moe_layer_step": 1, **config}
+    config = {"interleave_moe_layer_step": 1} | config
     layers = count(config, "num_hidden_layers")
     every = config.get("moe_layers") or list(range(layers))
     if config["interleave_moe_layer_step"] != 1 or every != list(range(layers)):
@@ -222,7 +223,7 @@ def _llama4(config: Config) -> Architecture:
     types = config.get("layer_types")
     if isinstance(types, list):
         renamed = {"chunked_attention": "sliding_attention"}
-        config = {**config, "layer_types": [renamed.get(str(kind), kind) for kind in types]}
+        config = config | {"layer_types": [renamed.get(str(kind), kind) for kind in types]}
     chunk = optional(config, "attention_chunk_size", 8192) or 0
     interval = optional(config, "no_rope_layer_interval", 4) or 4
     bias = flag(config, "attention_bias", False)
@@ -238,7 +239,7 @@ def _llama4(config: Config) -> Architecture:
     )
 
 
-READERS: dict[str, Callable[[Config], Architecture]] = {
+READERS: dict[str, Callable[[Keys], Architecture]] = {
     "deepseek_v2": lambda config: deepseek(config, "deepseek_v2"),
     "gemma": _gemma,
     "gemma3_text": _gemma3,

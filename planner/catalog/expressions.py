@@ -19,7 +19,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from meshwright.planner.architectures.architecture import architecture_of, language_model
+from meshwright.planner.architectures.architecture import (
+    architecture_of,
+    language_model,
+    model_of_config,
+)
 from meshwright.planner.architectures.parameters import graph_of
 from meshwright.planner.catalog import (
     AcceleratorEntry,
@@ -745,6 +749,6 @@ def _model_at(path: Path, text: str, called: str | None = None) -> ModelGraph:
         if text_alone is not None:
             data, name = dict(text_alone), f"{name}{ALONE}"
         name = name_of(name)
-        return graph_of(architecture_of(data, name=name), name=name, source=text)
+        return model_of_config(data, name=name, source=text)
     except DocumentError as error:
         raise error.in_file(str(path)) from error

@@ -405,7 +405,7 @@ def placement_prediction(
         for of_stage, seat in zip(memory, seats.stages, strict=True)
     )
     compacted = compaction(predicted, probability) if fits else None
-    return Prediction(
+    prediction = Prediction(
         layout=layout.text(),
         step_time_s=step_s,
         step_time_low_s=low_s,
@@ -442,6 +442,7 @@ def placement_prediction(
             *assumed_room(host),
         ),
     )
+    return bounded_by_words(prediction, model.not_understood or ())
 
 
 def _job_notes(tables: CostTables) -> Iterator[str]:

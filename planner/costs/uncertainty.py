@@ -329,6 +329,11 @@ LEAST_ODDS, MOST_ODDS = 0.15, 0.85
 """Bounds of the probability to fit, where words were not understood that may change memory."""
 
 
+def words_notes(prediction: Prediction) -> tuple[str, ...]:
+    """Return the notes that name words of the inputs which were not understood."""
+    return tuple(note for note in prediction.notes if note.startswith(NOT_UNDERSTOOD))
+
+
 def bounded_by_words(prediction: Prediction, words: Sequence[str]) -> Prediction:
     """Return a prediction of what was understood: its range is wider, nothing in it is certain."""
     if not words:

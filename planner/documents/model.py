@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from meshwright.planner.documents.document import Document, Part
-from meshwright.planner.documents.units import Amount, Count, Flag, Line, Name, Positive
+from meshwright.planner.documents.units import Amount, Count, Flag, Line, Name, Positive, Text
 
 if TYPE_CHECKING:
     import networkx
@@ -24,6 +24,8 @@ RECORDED = ":recorded"
 """Suffix of a configuration's path whose model is recorded."""
 MOST_LAYERS = 100_000
 """Largest number of layers; a larger one is a typing error, and layers are listed one by one."""
+MOST_SETTINGS = 100
+"""Largest number of settings that were not understood and that a model keeps."""
 FileDigest = Annotated[str, Field(pattern="^sha256:[0-9a-f]{64}$", strict=True)]
 
 
@@ -372,7 +374,7 @@ class ModelGraph(Document):
 
     kind_of_document: ClassVar[str] = "model"
     schema_file: ClassVar[str | None] = "model.json"
-    not_digested: ClassVar[frozenset[str]] = frozenset({"files"})  # figures count, not comments
+    not_digested: ClassVar[frozenset[str]] = frozenset({"files", "not_understood"})
 
     name: Name
     """Name of the model."""
@@ -390,6 +392,9 @@ class ModelGraph(Document):
     """Positions of a traced sample, where ranks can divide them."""
     optimizer_bytes: Amount | None = None
     """Mean bytes of optimizer state per parameter, where a script's optimizer is not AdamW."""
+    not_understood: Annotated[tuple[Text, ...], Field(max_length=MOST_SETTINGS)] | None = None
+    """Settings of the model's configuration that were not understood and may change layers, each
+    with its value.  Predictions are wider and never certain."""
     architecture: Architecture | None = None
     """Figures of a transformer; None for other models."""
     layers: tuple[Layer, ...]

@@ -17,7 +17,7 @@ from meshwright.planner.catalog import rents
 from meshwright.planner.documents.units import GIB, bytes_text, count_text, seconds_text
 from meshwright.planner.report import svg
 from meshwright.planner.report.mesh_picture import axes_of, mesh_picture
-from meshwright.planner.report.text import layers_text, recompute_text, why_text
+from meshwright.planner.report.text import layers_text, limited_text, recompute_text, why_text
 from meshwright.planner.report.timeline_picture import left_out, timeline_key, timeline_picture
 from meshwright.planner.schedules.schedule import rank_of_stage
 from meshwright.planner.whatif.formatting import short_usd_text
@@ -78,7 +78,7 @@ def page(
         certificate=certificate,
         measured=measured,
         choices=distinct_choices(choices),
-        why=why or (why_text(choices) if choices else ""),
+        why=why or (limited_text(prediction, why_text(choices)) if choices else ""),
         axes=axes_of(plan.layout, cluster),
         mesh=mesh_picture(plan.layout, cluster) if cluster and plan.groups is None else "",
         ranks=ranks,

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from meshwright.planner.costs.uncertainty import LAYOUT_ERROR, own_miss
+from meshwright.planner.costs.uncertainty import LAYOUT_ERROR, own_miss, words_notes
 from meshwright.planner.documents.plan import Job, PlacedLayer, Plan
 from meshwright.planner.documents.prediction import Certificate, Prediction
 from meshwright.planner.documents.units import GIB, bytes_text, percent_text, seconds_text
@@ -101,6 +102,12 @@ def answer_text(
         facts.append(Fact(label="why", text=why_text(choices)))
     if certificate is not None:
         facts += proof_facts(certificate, whole=explain)
+    facts = [
+        replace(fact, text=limited_text(prediction, fact.text))
+        if fact.label in ("why", "proof")
+        else fact
+        for fact in facts
+    ]
     facts += extra
     shown: RenderableType = Summary(_title(plan), facts, whole=explain)
     if not explain:
@@ -114,6 +121,11 @@ def answer_text(
         facts = [Fact(label="ties", text=tied)] if tied else []
         rows += ["", Summary("proof", [*certificate_facts(certificate), *facts], whole=True)]
     return Group(*rows, "", assumptions_text(prediction))
+
+
+def limited_text(prediction: Prediction, text: str) -> str:
+    """Return a reason or a proof; where inputs were not understood, it does not speak of them."""
+    return f"of what was understood: {text}" if words_notes(prediction) else text
 
 
 def _title(plan: Plan) -> str:

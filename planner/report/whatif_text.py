@@ -13,7 +13,12 @@ from rich.text import Text
 
 from meshwright.planner.documents.units import bytes_text, count_text, seconds_text
 from meshwright.planner.report.facts import MOST_LINES, Fact, Summary, plain_table
-from meshwright.planner.whatif.conclusions import leading_texts, unmeasured_texts, verdicts
+from meshwright.planner.whatif.conclusions import (
+    leading_texts,
+    not_understood_texts,
+    unmeasured_texts,
+    verdicts,
+)
 from meshwright.planner.whatif.findings import answers, asked_texts, nearest_texts, slack_days
 from meshwright.planner.whatif.formatting import (
     days_text,
@@ -44,7 +49,7 @@ def result_facts(result: Result, extra: Sequence[Fact] = ()) -> Summary:
     """Return the verdict, the first candidates of each model, and what to measure, in ten lines."""
     headlines = len(leading_texts(result)) + max(1, len(result.ranks))
     asked = asked_texts(result)[:MOST_ASKED]
-    beside = {*result.sizes, *unmeasured_texts(result)}
+    beside = {*result.sizes, *not_understood_texts(result), *unmeasured_texts(result)}
     facts = [
         Fact(
             label="answer",

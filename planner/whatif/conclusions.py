@@ -49,6 +49,7 @@ def verdicts(result: Result) -> list[str]:
     return [
         *leading_texts(result),
         *sentences,
+        *not_understood_texts(result),
         *unmeasured_texts(result),
         *result.sizes,
         *_kept_at_the_midpoint(result),
@@ -78,6 +79,7 @@ def caveat_texts(result: Result) -> list[str]:
         *_few_steps(result),
         *_owned_anyway(result),
         *_two_markets(result),
+        *not_understood_texts(result),
         *unmeasured_texts(result),
     ]
 
@@ -215,6 +217,15 @@ def _turns_with_prices(result: Result) -> Iterator[str]:
                 f"Prices decide: above {turns_at:.2f} USD per device-hour of {best.candidate}, now "
                 f"{price.value:.2f} ({price.low:.2f}-{price.high:.2f}), {rival} costs less."
             )
+
+
+def not_understood_texts(result: Result) -> Iterator[str]:
+    """Name settings of models that were not understood: no candidate is planned with them."""
+    for model in result.ranks:
+        notes = {
+            note: None for o in result.outcomes if o.model == model for note in o.not_understood
+        }
+        yield from (f"Of {model} {note}." for note in notes)
 
 
 def unmeasured_texts(result: Result) -> Iterator[str]:

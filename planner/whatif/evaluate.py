@@ -26,6 +26,7 @@ from meshwright.planner.catalog import Rent, accelerators, carbon_of, rents
 from meshwright.planner.catalog import framework as framework_called
 from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
 from meshwright.planner.costs.cost_cache import FigureStore
+from meshwright.planner.costs.uncertainty import words_notes
 from meshwright.planner.documents.prediction import Prediction, compaction
 from meshwright.planner.documents.tolerances import ROUNDING
 from meshwright.planner.documents.units import MOST_DEVICES, bytes_text
@@ -207,6 +208,7 @@ def evaluate(
         peak_bytes=fullest.peak_memory_bytes,
         capacity_bytes=fullest.memory_capacity_bytes,
         fit_probability=1.0 if prediction.fit_probability is None else prediction.fit_probability,
+        not_understood=words_notes(prediction),
         host_bytes=per_node * max(stage.host_bytes for stage in prediction.stages),
         binding=binding_of(prediction),
         provenance=_provenance(prediction),

@@ -121,6 +121,8 @@ class CandidateOutcome:
     provenance: dict[str, int] = field(default_factory=dict)
     """Numbers of measured, fitted, quoted and assumed figures behind the prediction."""
     optimal: bool = False
+    not_understood: tuple[str, ...] = ()
+    """Notes that name settings of the model which were not understood."""
     unmeasured: bool = False
     """No published run has its accelerator under its framework, and no kernel of it was timed."""
     plan: Plan | None = None

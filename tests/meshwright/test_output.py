@@ -188,7 +188,11 @@ def test_a_best_plan_is_compared_with_the_probability_that_it_fits(
     def priced(step_s: float, fit_probability: float | None) -> Any:
         stage = SimpleNamespace(peak_memory_bytes=79 * 2**30)
         return SimpleNamespace(
-            step_time_s=step_s, stages=[stage], fit_probability=fit_probability, step_parts={}
+            step_time_s=step_s,
+            stages=[stage],
+            fit_probability=fit_probability,
+            step_parts={},
+            notes=(),
         )
 
     plan = SimpleNamespace(
@@ -196,7 +200,6 @@ def test_a_best_plan_is_compared_with_the_probability_that_it_fits(
         model=SimpleNamespace(name="x"),
         cluster="y",
         job=Job(seq_len=4, global_batch=8),
-        not_understood=(),
     )
     best = SimpleNamespace(plan=plan, prediction=priced(1.0, odds))
     change = SimpleNamespace(what="tp 2 -> 1", saved_s=1.0)

@@ -13,7 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.planner.architectures import architecture, decoders
-from meshwright.planner.architectures.architecture import SUPPORTED, architecture_of
+from meshwright.planner.architectures.architecture import (
+    SUPPORTED,
+    architecture_of,
+    model_of_config,
+)
 from meshwright.planner.architectures.parameters import block_kinds, graph_of
 from meshwright.planner.catalog import model_config, models
 from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
@@ -368,6 +372,43 @@ def test_defaults_are_those_of_transformers(kind: str) -> None:
     ours.pop("max_positions")
     theirs.pop("max_positions")
     assert ours == theirs
+    assert model_of_config(taken, name=kind, source=kind).not_understood is None
+
+
+def test_a_setting_that_no_reader_knows_is_named_and_switches_that_are_off_are_not() -> None:
+    """A wrong name is a setting that a user relies on, and that changes nothing."""
+    off = {"use_engrams": False, "mtp_modules": 0, "indexer": None, "moe_layers_list": []}
+    engrams = {"engram_size": 4, "num_kv_heads_": 2, "cross_layers": [1, 3]}
+
+    for kind in SUPPORTED:
+        config = config_of(kind)
+        plain = model_of_config(config | off, name=kind, source=kind)
+        odd = model_of_config(config | engrams, name=kind, source=kind)
+
+        assert plain.not_understood is None, kind
+        assert odd.not_understood == ("engram_size=4", "num_kv_heads_=2", "cross_layers=[1, 3]")
+        assert odd.digest == plain.digest  # which profiles and plans know the model by
+
+
+def test_a_model_whose_settings_were_not_understood_is_answered_without_certainty(
+    tmp_path: Path,
+) -> None:
+    def folder(name: str, **more: Any) -> str:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(LLAMA | more))
+        return str(tmp_path / name)
+
+    job = Job(seq_len=64, global_batch=8)
+    plain, odd = (
+        search(Request(resolve_model(path), resolve_cluster("2xh100"), job)).prediction
+        for path in (folder("plain"), folder("odd", engram_size=4))
+    )
+
+    assert odd.step_time_s == plain.step_time_s
+    assert odd.step_time_low_s < plain.step_time_low_s
+    assert odd.step_time_high_s > plain.step_time_high_s
+    assert (plain.fit_probability, odd.fit_probability) == (1.0, 0.85)
+    assert any("engram_size=4" in note for note in odd.notes)
 
 
 @pytest.mark.parametrize("name", sorted(n for n, m in models().items() if m.parameters))
