@@ -32,11 +32,10 @@ _HARMLESS = """
     router_.* routed_scaling_factor norm_topk_prob scoring_func topk_method seq_aux
     (aux|z)_loss_(alpha|coeff?) n_group topk_group moe_router_.*
     summary_.* encoder_stride pooler_output_size
-    quantization_config compression_config num_nextn_predict_layers
+    num_nextn_predict_layers
 """
-"""Numerics, dropout, tokens, generation, the routing's loss, and how weights were stored: whether
-they are packed, and in which type they train, is asked by the command.  Layers that predict further
-tokens are trained where a framework's own switch adds them."""
+"""Numerics, dropout, tokens, generation and the routing's loss.  Layers that predict further tokens
+are trained where a framework's own switch adds them."""
 _HARMLESS_OF = {
     "deepseek_v2": "qk_head_dim head_dim ep_size rope_interleave moe_layer_freq",
     "deepseek_v3": "qk_head_dim head_dim ep_size rope_interleave moe_layer_freq",
@@ -56,6 +55,9 @@ _HARMLESS_OF = {
     "smollm3": "max_window_layers sliding_window",
 }
 """The same by type: repetitions of other keys, and switches of what the type always does."""
+_STORED = ("fp8", "mxfp4")
+"""Types of stored weights that are converted before they train; others stay packed in a run of
+transformers, which the command asks for as `--lora weights=`."""
 _FULL = {"layer_types": "full_attention", "attn_type_list": "1"}
 """Lists with an entry for each layer, and the entry that says nothing of a layer."""
 
@@ -76,6 +78,8 @@ def unread_settings(config: Mapping[str, Any], read: set[str], kind: str) -> tup
 
 def _is_off(key: str, value: object) -> bool:
     """Return whether a setting switches nothing on."""
+    if key == "quantization_config" and isinstance(value, Mapping):
+        return value.get("quant_method") in _STORED
     if isinstance(value, list) and key in _FULL:
         return {str(entry) for entry in value} <= {_FULL[key]}
     return value is None or value is False or value in (0, "", [], {})

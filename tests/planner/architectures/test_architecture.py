@@ -377,7 +377,13 @@ def test_defaults_are_those_of_transformers(kind: str) -> None:
 
 def test_a_setting_that_no_reader_knows_is_named_and_switches_that_are_off_are_not() -> None:
     """A wrong name is a setting that a user relies on, and that changes nothing."""
-    off = {"use_engrams": False, "mtp_modules": 0, "indexer": None, "moe_layers_list": []}
+    off: dict[str, Any] = {
+        "use_engrams": False,
+        "mtp_modules": 0,
+        "indexer": None,
+        "moe_layers_list": [],
+    }
+    off["quantization_config"] = {"quant_method": "fp8"}
     engrams = {"engram_size": 4, "num_kv_heads_": 2, "cross_layers": [1, 3]}
 
     for kind in SUPPORTED:
@@ -388,6 +394,9 @@ def test_a_setting_that_no_reader_knows_is_named_and_switches_that_are_off_are_n
         assert plain.not_understood is None, kind
         assert odd.not_understood == ("engram_size=4", "num_kv_heads_=2", "cross_layers=[1, 3]")
         assert odd.digest == plain.digest  # which profiles and plans know the model by
+    packed = {"quantization_config": {"quant_method": "bitsandbytes"}}
+    (named,) = model_of_config(LLAMA | packed, name="x", source="x").not_understood or ()
+    assert named.startswith("quantization_config=")
 
 
 def test_a_model_whose_settings_were_not_understood_is_answered_without_certainty(
