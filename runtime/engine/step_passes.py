@@ -55,8 +55,11 @@ from meshwright.runtime.parallel.data_parallel import (
 )
 from meshwright.runtime.parallel.gradient_compression import WIRE_TYPES
 from meshwright.runtime.parallel.replicas import Replicas
-from meshwright.runtime.tracing.replayed_stage import MicroBatch, step_seed
+from meshwright.runtime.tracing.replayed_stage import MicroBatch, seed_draws, step_seed
 from meshwright.runtime.tracing.tracer import MOST_RECORDINGS, Recorder, key_of
+
+LOSS = "loss"
+"""The name under which a loss draws random numbers."""
 
 
 class StepPasses:
@@ -124,6 +127,8 @@ class StepPasses:
             part.module.agrees = compares and plan.mesh.pipeline > 1
         gradients.failure = self._take_failure
         take_plain_as_whole(True)
+        self._step_seed: int | None = None
+        """Seed of what all ranks draw alike in a step."""
         self._batches = 0
         """Number of batches seen; values of some are compared."""
         self._one_slice: list[int] | None = None
@@ -226,11 +231,12 @@ class StepPasses:
         first = self._plan.samples_of(self._place.data_rank).start
         seed = self._plan.training.seed
         coins = drawing and self._recorder.draws_coins
+        self._step_seed = step_seed(seed, step, 0) if drawing else None
         return [
             MicroBatch(
                 batches.on_device(micro_batch, self._device),
                 step_seed(seed, step, first + at * size) if drawing else None,
-                step_seed(seed, step, 0) if coins else None,
+                self._step_seed if coins else None,
                 local,
             )
             for at, micro_batch in enumerate(cut)
@@ -545,14 +551,15 @@ class StepPasses:
                 samples = sum(self._counts) if self._counts else plan.global_batch
                 self.totals.add(loss_sum_of(loss(outputs, batch), samples))
             return
-        loss_sum, grads = gradients_by_output(
-            loss,
-            outputs,
-            batch,
-            samples=plan.samples_of(place.data_rank),
-            size=plan.micro_batch,
-            parts=plan.global_batch // plan.micro_batch * place.context.degree,
-        )
+        with seed_draws(self._step_seed, LOSS, self._device, python=True):
+            loss_sum, grads = gradients_by_output(
+                loss,
+                outputs,
+                batch,
+                samples=plan.samples_of(place.data_rank),
+                size=plan.micro_batch,
+                parts=plan.global_batch // plan.micro_batch * place.context.degree,
+            )
         grads = [divide_positions(grad, place.context) for grad in grads]
         if notes:
             self.totals.add(loss_sum)
@@ -577,7 +584,10 @@ class StepPasses:
             return self._start_of(surrogate(outputs, self._by_output[id(micro)]))
         if micro.batch is self._filler:
             return torch.zeros((), device=self._device)
-        returned = self._loss(outputs, micro.batch)
+        # The same numbers under every plan, as the module's own.
+        seed = micro.seed if self._compares else None
+        with seed_draws(seed, LOSS, self._device, python=True):
+            returned = self._loss(outputs, micro.batch)
         is_mean = isinstance(returned, Tensor) and not micro.local
         loss_sum = loss_sum_of(returned, batches.samples_in(micro.batch) if is_mean else None)
         if self._place.along("tensor") == 0:  # the others of a slice have the same

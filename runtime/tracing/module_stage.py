@@ -122,7 +122,6 @@ class ModuleStage(RecordedStage):
 
     def _outputs_of(self, received: Sequence[Tensor], micro: MicroBatch) -> Any:
         """Return what the module makes of a micro-batch."""
-        args, kwargs = arguments(self._recorder.inputs(micro.batch))
         forward = self._forward = _ForwardUnderWay(micro)
         inner_loss.begin(BETWEEN)
         try:
@@ -132,6 +131,7 @@ class ModuleStage(RecordedStage):
                     around.enter_context(self.around(micro.batch, None))
                 if self._draws_between:
                     around.enter_context(_DrawsBetween(self, forward))
+                args, kwargs = arguments(self._recorder.inputs(micro.batch))
                 if self._is_one_unit:
                     return self._unit_call("", self._root, forward, args, kwargs)
                 return self._root(*args, **kwargs)
