@@ -277,7 +277,7 @@ class OwnModel:
             )
         )
         for part in parts:
-            part.module.around = self.around(plan)
+            part.recorded.around = self.around(plan)
             if isinstance(part.module, ModuleStage):
                 part.module.wrap_units(sums=self.sums)
         for module in self.module.modules() if plan.mesh.tensor > 1 else ():

@@ -26,12 +26,8 @@ from torch.utils._pytree import tree_map_only
 from meshwright.runtime.core import auxiliary_loss as inner_loss
 from meshwright.runtime.core.side_effects import PythonNumbers, seed_python
 from meshwright.runtime.techniques.activation_checkpointing import checkpoint_call
-from meshwright.runtime.tracing.replayed_stage import (
-    MicroBatch,
-    RecordedStage,
-    seed_draws,
-    unit_seed,
-)
+from meshwright.runtime.tracing.replayed_stage import RecordedStage
+from meshwright.runtime.tracing.stage import MicroBatch, seed_draws, unit_seed
 from meshwright.runtime.tracing.trace import Node, Recording, called_name, values_of
 from meshwright.runtime.tracing.trace_hooks import WHOLE
 from meshwright.runtime.tracing.tracer import Recorder, arguments

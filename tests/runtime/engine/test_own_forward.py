@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from meshwright.planner.errors import LaunchError, MeshwrightError, RecordError
 from meshwright.runtime.engine.engine import Engine
-from meshwright.runtime.tracing.replayed_stage import MicroBatch, RecordedStage
+from meshwright.runtime.tracing.replayed_stage import RecordedStage
+from meshwright.runtime.tracing.stage import MicroBatch
 from meshwright.runtime.tracing.tracer import Recorder
 from tests.limits import PATIENCE_S
 from tests.runtime.forward_ways import (
