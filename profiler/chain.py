@@ -40,7 +40,6 @@ from meshwright.runtime.engine.token_module import TokenModel
 from meshwright.runtime.engine.user_module import OwnModel
 from meshwright.runtime.launch.training_loop import trained_model
 from meshwright.runtime.models.family_adapter import Adapter, next_token_loss
-from meshwright.runtime.models.layer_outline import recorder_of
 from meshwright.runtime.optim.gradients import Slot
 from meshwright.runtime.optim.sharded_optimizer import ParameterGroup
 from meshwright.runtime.optim.update_rules import parameter_groups_of, slots_of
@@ -48,7 +47,8 @@ from meshwright.runtime.parallel.attention_api import divide_positions
 from meshwright.runtime.parallel.data_parallel import activation_type
 from meshwright.runtime.techniques import activation_checkpointing as recomputing
 from meshwright.runtime.techniques.compile import Compiler
-from meshwright.runtime.tracing.replayed_stage import MicroBatch, RecordedStage
+from meshwright.runtime.tracing.replayed_stage import RecordedStage
+from meshwright.runtime.tracing.stage import MicroBatch
 from meshwright.runtime.tracing.unused_parameters import Participation
 
 SAME_KIND = 2
@@ -362,11 +362,8 @@ class Chain:
 
 
 def whole_stage(plan: Plan, adapter: Adapter, place: Place, device: torch.device) -> Staged:
-    """Return all layers of a plan as one stage; its samples are as long as the plan's."""
-    shape = (plan.micro_batch, plan.seq_len // plan.mesh.context)
-    tokens = torch.empty(shape, dtype=torch.int64, device="meta")
-    recorder = recorder_of(plan, adapter, tokens)
-    return language_stage(plan, adapter, place, recorder, stage=0, device=device)
+    """Return all layers of a plan as one stage."""
+    return language_stage(plan, adapter, place, stage=0, device=device)
 
 
 class _OwnForward(nn.Module):

@@ -37,7 +37,7 @@ from meshwright.runtime.models.family_adapter import (
     materialize,
     parameter_names,
 )
-from meshwright.runtime.models.layer_outline import tree_of
+from meshwright.runtime.models.layer_stage import LayerStage
 from meshwright.runtime.models.safetensors_weights import Weights
 from meshwright.runtime.parallel import expert_parallel as experts
 from meshwright.runtime.parallel import tensor_parallel as tensor
@@ -72,6 +72,7 @@ from meshwright.runtime.techniques.packed_weights import expect_packing, matrice
 from meshwright.runtime.techniques.split_backward import PLAIN, WeightGradients, defer
 from meshwright.runtime.techniques.working_copies import Gradients, WorkingCopies, cast_inputs
 from meshwright.runtime.tracing.replayed_stage import RecordedStage
+from meshwright.runtime.tracing.stage import Stage
 from meshwright.runtime.tracing.tracer import Recorder
 from meshwright.runtime.tracing.unused_parameters import BackwardOrder, Participation
 
@@ -105,7 +106,7 @@ class Staged:
     stage: int
     place: Place
     device: torch.device
-    module: RecordedStage
+    module: Stage
     of: LanguageRules | Script
     compiler: Compiler | None
     """The compiler of repeated layers, if the plan lets any be compiled."""
@@ -147,6 +148,12 @@ class Staged:
     def placed_layers(self) -> tuple[PlacedLayer, ...]:
         """The plan's layers of this stage."""
         return self.plan.stages[self.stage].layers
+
+    @property
+    def recorded(self) -> RecordedStage:
+        """The stage of a user's own module."""
+        assert isinstance(self.module, RecordedStage)
+        return self.module
 
     @property
     def layers(self) -> dict[str, nn.Module]:
@@ -193,7 +200,6 @@ def language_stage(
     plan: Plan,
     adapter: Adapter,
     place: Place,
-    recorder: Recorder,
     *,
     stage: int,
     device: torch.device,
@@ -204,7 +210,7 @@ def language_stage(
     layers = {item.layer: adapter.layer(item.layer) for item in plan.stages[stage].layers}
     adapter.tie(layers)
     _check_parameters(layers, adapter)
-    module = RecordedStage(tree_of(layers), recorder, *plan.span_of_stage(stage))
+    module = LayerStage(layers, adapter, plan, stage)
     return apply_plan(
         Staged(
             plan=plan,
@@ -371,7 +377,7 @@ def _tensor(staged: Staged) -> None:
     if isinstance(of, Script):
         if of.styles:
             staged.summed, staged.sections = divide(
-                staged.module, of.styles, staged.place.axis("tensor")
+                staged.recorded, of.styles, staged.place.axis("tensor")
             )
         return
     layers = staged.layers
@@ -468,7 +474,7 @@ def _recomputation(staged: Staged, item: PlacedLayer, packing: activations.Packi
     if staged.keeps_gradients(item):
         return
     if isinstance(staged.of, Script):
-        staged.module.recompute[item.layer] = item.recompute
+        staged.recorded.recompute[item.layer] = item.recompute
     else:  # a graph keeps what `selective` does, and autograd's hooks see it
         inside = None if staged.compiles(item.layer) else packing
         wrapped(staged.module.part(item.layer), item.recompute, inside)
@@ -485,7 +491,7 @@ def _compilation(staged: Staged, at: int) -> None:
         if staged.compiles(name):
             compiler.compile(name, staged.module.part(name))
         return
-    recording, layer = of.recorder.first, staged.module.layers[at]
+    recording, layer = of.recorder.first, staged.recorded.layers[at]
     calls = Counter(node.unit for node in recording.nodes if node.unit is not None)
     alike = Counter(type(of.module.get_submodule(unit)) for unit in calls)
     inside = [
@@ -494,10 +500,10 @@ def _compilation(staged: Staged, at: int) -> None:
         if node not in recording.derived
     ]
     for node in inside:
-        unit = staged.module.unit(node.unit) if node.unit is not None else None
+        unit = staged.recorded.unit(node.unit) if node.unit is not None else None
         if unit is None or alike[type(unit)] == 1 or not any(True for _ in unit.children()):
             continue
-        path, choice = str(node.unit), staged.module.recompute.get(name, "none")
+        path, choice = str(node.unit), staged.recorded.recompute.get(name, "none")
         if node.draws:
             compiler.fallbacks[path] = "it draws random numbers, which follow the sample"
         elif calls[path] > 1:
@@ -506,14 +512,14 @@ def _compilation(staged: Staged, at: int) -> None:
             compiler.fallbacks[path] = "it is recomputed together with what runs beside it"
         else:
             wrapped(unit, "full" if choice == "selective" and node.changed else choice)
-            staged.module.recompute[name] = "none"
+            staged.recorded.recompute[name] = "none"
             compiler.compile(path, unit)
 
 
 def _activations(staged: Staged, item: PlacedLayer, packing: activations.Packing) -> None:
     """Offload or compress what a layer stores."""
     if isinstance(staged.of, Script):
-        staged.module.pack(item.layer, packing)
+        staged.recorded.pack(item.layer, packing)
     else:
         packing.around(staged.module.part(item.layer))
 

@@ -8,7 +8,7 @@ Every rank runs the same script and calls the same methods in the same order.  W
 losses and weights are those of one process with the same micro-batches, to rounding.
 
 `meshwright launch` is such a loop too (runtime.launch.training_loop): of its model the adapter's
-layers are recorded as shapes (`Engine.of_language_model`).
+layers run one after another (`Engine.of_language_model`).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ from meshwright.runtime.run.metrics import ScriptRecords
 from meshwright.runtime.run.script_planner import planners
 from meshwright.runtime.techniques import float8 as eight_bits
 from meshwright.runtime.techniques.compile import Compiler
-from meshwright.runtime.tracing.replayed_stage import MicroBatch
+from meshwright.runtime.tracing.stage import MicroBatch
 from meshwright.runtime.tracing.tracer import Inputs
 
 if TYPE_CHECKING:

@@ -25,7 +25,6 @@ from meshwright.runtime.engine.unsupported import documents_refused
 from meshwright.runtime.models.families import has_config
 from meshwright.runtime.models.family_adapter import Adapter, next_token_loss
 from meshwright.runtime.models.huggingface import LM_HEAD, HuggingFace
-from meshwright.runtime.models.layer_outline import recorder_of
 from meshwright.runtime.models.reference_decoder import Reference
 from meshwright.runtime.models.safetensors_weights import Weights
 from meshwright.runtime.optim.gradients import Slot
@@ -46,6 +45,8 @@ class LanguageModel:
     sums = False
     participation: Participation | None = None
     """All parameters take part in each step."""
+    recorder = None
+    """Nothing is recorded: its layers run one after another."""
 
     def __init__(
         self,
@@ -92,8 +93,7 @@ class LanguageModel:
         self._positions = self.place.context.positions(plan.seq_len).to(device)
         length = plan.seq_len // plan.mesh.context
         tokens = torch.empty(plan.micro_batch, length, dtype=torch.int64, device="meta")
-        self.recorder = recorder_of(plan, self.adapter, tokens, documents=documents)
-        self.example = self.recorder.example
+        self.example = tuple(torch.empty_like(tokens) for _ in range(3 if documents else 2))
         """A micro-batch without data, as stages get it."""
 
     def stages(self, compiler: Compiler | None) -> tuple[Staged, ...]:
@@ -104,7 +104,6 @@ class LanguageModel:
                 plan,
                 self.adapter,
                 self.place,
-                self.recorder,
                 stage=stage,
                 device=self._device,
                 weights=self._files,

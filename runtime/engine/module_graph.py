@@ -58,7 +58,8 @@ from meshwright.runtime.parallel.context_check import check_parts, check_positio
 from meshwright.runtime.parallel.tensor_regions import take_parts
 from meshwright.runtime.parallel.tensor_styles_search import DerivedStyles
 from meshwright.runtime.tracing.meta_costs import identities, traced_call
-from meshwright.runtime.tracing.replayed_stage import MicroBatch, RecordedStage
+from meshwright.runtime.tracing.replayed_stage import RecordedStage
+from meshwright.runtime.tracing.stage import MicroBatch
 from meshwright.runtime.tracing.trace import Recording, called_name
 from meshwright.runtime.tracing.tracer import Inputs, Recorder, arguments, can_be_tried, own_tensors
 

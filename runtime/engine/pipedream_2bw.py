@@ -23,10 +23,9 @@ from torch import Tensor, nn
 
 from meshwright.planner.schedules import schedule
 from meshwright.planner.schedules.schedule_record import Action, Kind
-from meshwright.runtime.engine.pipeline import RecordedPipeline
+from meshwright.runtime.engine.pipeline import StagePipeline
 from meshwright.runtime.optim.sharded_optimizer import TorchOptimizers
-from meshwright.runtime.tracing.replayed_stage import MicroBatch, RecordedStage
-from meshwright.runtime.tracing.trace import Recording
+from meshwright.runtime.tracing.stage import MicroBatch, Stage
 
 
 class WeightVersions:
@@ -60,16 +59,16 @@ class WeightVersions:
         self.use(newest + 1)
 
 
-class StalePipeline(RecordedPipeline):
+class StalePipeline(StagePipeline):
     """This rank's one stage, and the part of the endless schedule that each call executes."""
 
     def __init__(
         self,
-        own: Mapping[int, RecordedStage],
+        own: Mapping[int, Stage],
         *,
         name: str,
         stages: int,
-        recording: Recording,
+        example: Any,
         micro_batches: int,
         groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
         device: torch.device,
@@ -85,7 +84,7 @@ class StalePipeline(RecordedPipeline):
         super().__init__(
             own,
             schedule.orders(name, stages=stages, micro_batches=micro_batches),
-            recording=recording,
+            example=example,
             micro_batches=micro_batches,
             groups=groups,
             device=device,

@@ -27,8 +27,7 @@ from meshwright.planner.schedules.schedule import Order
 from meshwright.planner.schedules.schedule_record import Action
 from meshwright.runtime.core.torch_internals import end_backwards, fsdp_parameters
 from meshwright.runtime.techniques.split_backward import WeightGradients
-from meshwright.runtime.tracing.replayed_stage import MicroBatch, RecordedStage
-from meshwright.runtime.tracing.trace import Recording
+from meshwright.runtime.tracing.stage import MicroBatch, Stage
 
 GRADIENTS_ON_THE_WAY = 2
 """Sent gradients that may be under way before a stage waits for the oldest: the wait always ends,
@@ -351,38 +350,40 @@ def _tuple(tensors: Any) -> tuple[Tensor, ...]:
     return tensors if isinstance(tensors, tuple) else (tensors,)
 
 
-class RecordedPipeline(Pipeline):
-    """This rank's stages of a recorded module, and the schedule that drives them."""
+class StagePipeline(Pipeline):
+    """This rank's stages of a model, each with the batch, and the schedule that drives them."""
 
     def __init__(
         self,
-        stages: Mapping[int, RecordedStage],
+        stages: Mapping[int, Stage],
         orders: tuple[Order, ...],
         *,
-        recording: Recording,
+        example: Any,
         micro_batches: int,
         groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
         device: torch.device,
         loss: Callable[[Any, MicroBatch], Tensor],
         stores: Mapping[int, WeightGradients] | None = None,
     ) -> None:
-        """`recording` has the shapes that cross, of micro-batches of one shape.
+        """Micro-batches are of one shape, that of the `example`.
 
         `loss` of the module's outputs, as one number; gradients are those of its sum.
 
         `stores` are by stage, where the schedule makes weight gradients apart.
         """
-        self._recorded = dict(stages)
-        self._recording = recording
+        self._stages = dict(stages)
+        boundaries = {at: stage.boundary(example) for at, stage in stages.items()}
+        self._makers = {at: boundary.makers for at, boundary in boundaries.items()}
+        """Calls that make what a stage receives."""
         self._micro_batches = micro_batches
-        for stage in self._recorded.values():
+        for stage in self._stages.values():
             stage.loss = loss
         parts = [
             StagePart(
                 stage=at,
                 module=stage,
-                inputs=stage.received(recording),
-                outputs=stage.sent(recording),
+                inputs=boundaries[at].received,
+                outputs=boundaries[at].sent,
                 store=stores[at] if stores else None,
                 select=stage.select,
             )
@@ -403,10 +404,10 @@ class RecordedPipeline(Pipeline):
             inputs = _tuple(part.inputs) if part.stage else ()
             for at, tensor in enumerate(inputs):
                 if tensor.requires_grad and (part.stage, at) not in self._came_back:
-                    stage = self._recorded[part.stage]
+                    stage = self._stages[part.stage]
                     stage.fail(
                         LaunchError(
-                            f"{stage.input_name(self._recording, at)}: no gradient comes back to "
+                            f"{self._makers[part.stage][at]}: no gradient comes back to "
                             "what it makes (detach(), no_grad(), or a loss without it), and a "
                             "pipeline would send zeros to the stages before, whose parameters "
                             "decay then; let the loss depend on it, or use a plan without pipeline"
@@ -420,8 +421,8 @@ class RecordedPipeline(Pipeline):
 
     @contextlib.contextmanager
     def _first_inputs(self, micro_batches: Sequence[MicroBatch]) -> Iterator[list[tuple[()]]]:
-        for stage in self._recorded.values():
+        for stage in self._stages.values():
             stage.micro_batches = tuple(micro_batches)
         yield [()] * len(micro_batches)
-        for stage in self._recorded.values():
+        for stage in self._stages.values():
             stage.micro_batches = ()

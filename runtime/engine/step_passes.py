@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map, tree_structure, tree_unflatten
 
 from meshwright.planner.documents.plan import Plan
 from meshwright.planner.errors import BatchError, LaunchError, RecordError
@@ -40,7 +40,7 @@ from meshwright.runtime.core.object_collectives import all_gather_json, broadcas
 from meshwright.runtime.core.torch_internals import forget_forward_order, take_plain_as_whole
 from meshwright.runtime.engine.apply_plan import Staged
 from meshwright.runtime.engine.pipedream_2bw import StalePipeline
-from meshwright.runtime.engine.pipeline import RecordedPipeline
+from meshwright.runtime.engine.pipeline import StagePipeline
 from meshwright.runtime.optim.gradients import Gradients, refuse_failed
 from meshwright.runtime.optim.replica_check import COMPARED_EVERY, is_due
 from meshwright.runtime.parallel.attention_api import divide_positions, positions_in
@@ -55,8 +55,11 @@ from meshwright.runtime.parallel.data_parallel import (
 )
 from meshwright.runtime.parallel.gradient_compression import WIRE_TYPES
 from meshwright.runtime.parallel.replicas import Replicas
-from meshwright.runtime.tracing.replayed_stage import MicroBatch, step_seed
+from meshwright.runtime.tracing.stage import MicroBatch, seed_draws, step_seed
 from meshwright.runtime.tracing.tracer import MOST_RECORDINGS, Recorder, key_of
+
+LOSS = "loss"
+"""The name under which a loss draws random numbers."""
 
 
 class StepPasses:
@@ -67,7 +70,7 @@ class StepPasses:
         plan: Plan,
         place: Place,
         parts: Sequence[Staged],
-        recorder: Recorder,
+        recorder: Recorder | None,
         *,
         example: Any,
         loss: Callable[[Any, Any], Any],
@@ -78,8 +81,9 @@ class StepPasses:
         compares: bool = True,
         device: torch.device,
     ) -> None:
-        """`example` is a batch that no batch exceeds; `gradients` know how sums are scaled;
-        `statistics` are those of BatchNorms, where there may be some.
+        """`example` is a batch that no batch exceeds; `recorder` is of a user's own module;
+        `gradients` know how sums are scaled; `statistics` are those of BatchNorms, where there may
+        be some.
 
         `before` are buffers that each forward of a step makes anew of what they were.
 
@@ -124,6 +128,8 @@ class StepPasses:
             part.module.agrees = compares and plan.mesh.pipeline > 1
         gradients.failure = self._take_failure
         take_plain_as_whole(True)
+        self._step_seed: int | None = None
+        """Seed of what all ranks draw alike in a step."""
         self._batches = 0
         """Number of batches seen; values of some are compared."""
         self._one_slice: list[int] | None = None
@@ -133,7 +139,7 @@ class StepPasses:
         self._filler: Any = None
         """A micro-batch of one sample, for forwards that other slices need."""
         self._filling = False
-        self._pipelines: Recent[RecordedPipeline] = Recent(MOST_RECORDINGS)
+        self._pipelines: Recent[StagePipeline] = Recent(MOST_RECORDINGS)
 
     # --- batches ----------------------------------------------------------------------------
 
@@ -205,9 +211,11 @@ class StepPasses:
 
     def _renew(self, batch: Any) -> None:
         """Take what the training loop changed in its module, and record anew what is no tensor."""
+        if self._recorder is None:
+            return
         for part in self._parts if self._plan.mesh.pipeline > 1 else ():
             try:
-                part.module.follow()
+                part.recorded.follow()
             except RecordError as error:
                 part.module.failure = error
         before = self._recorder.renewals
@@ -225,12 +233,13 @@ class StepPasses:
         size = self._plan.micro_batch
         first = self._plan.samples_of(self._place.data_rank).start
         seed = self._plan.training.seed
-        coins = drawing and self._recorder.draws_coins
+        coins = drawing and self._recorder is not None and self._recorder.draws_coins
+        self._step_seed = step_seed(seed, step, 0) if drawing else None
         return [
             MicroBatch(
                 batches.on_device(micro_batch, self._device),
                 step_seed(seed, step, first + at * size) if drawing else None,
-                step_seed(seed, step, 0) if coins else None,
+                self._step_seed if coins else None,
                 local,
             )
             for at, micro_batch in enumerate(cut)
@@ -330,7 +339,8 @@ class StepPasses:
         if self._replicas is not None:
             self._replicas.begin()
         unit_grad = self._backward_of(torch.ones((), device=self._device))
-        draws = any(layer.draws for layer in self._recorder.first.layers)  # and may drop all layers
+        recorded = () if self._recorder is None else self._recorder.first.layers
+        draws = any(layer.draws for layer in recorded)  # and may drop all layers
         last = self._plan.rank_of_stage(len(self._plan.stages) - 1) == self._place.stage
         self._learns = draws or not last
         with running(InnerLosses(self._note_inner, unit_grad, sums)):
@@ -409,8 +419,9 @@ class StepPasses:
                     "return tensors from the module"
                 )
             sent = broadcast_tensors(leaves if is_last else None, source=last, group=group)
-            # Every rank has recorded what the module returns.
-            spec = self._recorder.first.result_spec
+            # Every rank has recorded what the module returns; logits are one tensor.
+            recorder = self._recorder
+            spec = recorder.first.result_spec if recorder is not None else tree_structure(0)
             each = spec.num_leaves
             outputs = [
                 tree_unflatten([leaf.to(self._device) for leaf in sent[at : at + each]], spec)
@@ -545,14 +556,15 @@ class StepPasses:
                 samples = sum(self._counts) if self._counts else plan.global_batch
                 self.totals.add(loss_sum_of(loss(outputs, batch), samples))
             return
-        loss_sum, grads = gradients_by_output(
-            loss,
-            outputs,
-            batch,
-            samples=plan.samples_of(place.data_rank),
-            size=plan.micro_batch,
-            parts=plan.global_batch // plan.micro_batch * place.context.degree,
-        )
+        with seed_draws(self._step_seed, LOSS, self._device, python=True):
+            loss_sum, grads = gradients_by_output(
+                loss,
+                outputs,
+                batch,
+                samples=plan.samples_of(place.data_rank),
+                size=plan.micro_batch,
+                parts=plan.global_batch // plan.micro_batch * place.context.degree,
+            )
         grads = [divide_positions(grad, place.context) for grad in grads]
         if notes:
             self.totals.add(loss_sum)
@@ -577,7 +589,10 @@ class StepPasses:
             return self._start_of(surrogate(outputs, self._by_output[id(micro)]))
         if micro.batch is self._filler:
             return torch.zeros((), device=self._device)
-        returned = self._loss(outputs, micro.batch)
+        # The same numbers under every plan, as the module's own.
+        seed = micro.seed if self._compares else None
+        with seed_draws(seed, LOSS, self._device, python=True):
+            returned = self._loss(outputs, micro.batch)
         is_mean = isinstance(returned, Tensor) and not micro.local
         loss_sum = loss_sum_of(returned, batches.samples_in(micro.batch) if is_mean else None)
         if self._place.along("tensor") == 0:  # the others of a slice have the same
@@ -624,21 +639,22 @@ class StepPasses:
         divided = self._divided > 1
         return Replicas(replicated, backwards=backwards, divided=divided, dtype=dtype, wire=wire)
 
-    def pipeline_of(self, micros: Sequence[MicroBatch]) -> RecordedPipeline:
+    def pipeline_of(self, micros: Sequence[MicroBatch]) -> StagePipeline:
         """Return the stages with the boundaries of these micro-batches."""
         example, training = micros[0].batch, self._parts[0].module.training
         return self._pipelines.get(
-            (key_of(example), training, self._recorder.renewals),
+            (key_of(example), training, self._recorder.renewals if self._recorder else 0),
             lambda: self._new_pipeline(example, training=training),
         )
 
-    def _new_pipeline(self, example: Any, *, training: bool) -> RecordedPipeline:
+    def _new_pipeline(self, example: Any, *, training: bool) -> StagePipeline:
         plan = self._plan
         parts = dict(zip(plan.stages_of_rank(self._place.stage), self._parts, strict=True))
-        recording = self._recorder.recording(example, training=training)
-        self._recorder.refuse_other_layers(recording)  # on all ranks, before any sends
+        if self._recorder is not None:  # on all ranks, before any sends
+            recording = self._recorder.recording(example, training=training)
+            self._recorder.refuse_other_layers(recording)
         settings: dict[str, Any] = {
-            "recording": recording,
+            "example": example,
             "micro_batches": plan.micro_batches,
             "device": self._device,
             "loss": self._micro_loss,
@@ -660,7 +676,7 @@ class StepPasses:
         )
         stores = {stage: part.store for stage, part in parts.items() if part.store} or None
         groups = self._place.pipeline_groups()
-        return RecordedPipeline(modules, orders, stores=stores, groups=groups, **settings)
+        return StagePipeline(modules, orders, stores=stores, groups=groups, **settings)
 
     # --- sums over all ranks ----------------------------------------------------------------
 

@@ -44,6 +44,7 @@ from meshwright.runtime.engine.user_stage import (
     holders_of,
     modules_of,
     refuse_plan,
+    refuse_scripted,
     refuse_shared_memory,
     refuse_sparse,
     refuse_without_products,
@@ -112,6 +113,7 @@ class OwnModel:
         `place` is this rank's if it is not that of all ranks in the plan.
         """
         module = built(build, wanted)
+        refuse_scripted(module)
         refuse_hooks(module.named_parameters())
         refuse_sparse(module)
         refuse_shared_memory(module)
@@ -275,7 +277,7 @@ class OwnModel:
             )
         )
         for part in parts:
-            part.module.around = self.around(plan)
+            part.recorded.around = self.around(plan)
             if isinstance(part.module, ModuleStage):
                 part.module.wrap_units(sums=self.sums)
         for module in self.module.modules() if plan.mesh.tensor > 1 else ():

@@ -210,6 +210,16 @@ def refuse_sparse(module: nn.Module) -> None:
             )
 
 
+def refuse_scripted(module: nn.Module) -> None:
+    """Refuse modules of torch.jit: their parameters are not those of Python."""
+    for name, child in module.named_modules():
+        if isinstance(child, torch.jit.ScriptModule):
+            raise LaunchError(
+                f"{name or type(child).__name__}: is a scripted module, whose parameters cannot be "
+                "divided over ranks; build the module itself, and write compile: block in the plan"
+            )
+
+
 def refuse_shared_memory(module: nn.Module) -> None:
     """Refuse numbers that belong to several elements of parameters: plans would tell them apart."""
     seen: dict[int, list[tuple[int, int, str]]] = {}

@@ -30,7 +30,8 @@ from meshwright.runtime.parallel.attention_api import (
     seeing,
 )
 from meshwright.runtime.parallel.sharded_dropout import DividedDraws, Draw, NotedDraws, dims_of
-from meshwright.runtime.tracing.replayed_stage import MicroBatch, RecordedStage
+from meshwright.runtime.tracing.replayed_stage import RecordedStage
+from meshwright.runtime.tracing.stage import MicroBatch
 from meshwright.runtime.tracing.trace import Node
 from meshwright.runtime.tracing.tracer import Recorder, arguments, has_data, own_tensors
 

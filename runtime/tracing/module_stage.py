@@ -26,12 +26,8 @@ from torch.utils._pytree import tree_map_only
 from meshwright.runtime.core import auxiliary_loss as inner_loss
 from meshwright.runtime.core.side_effects import PythonNumbers, seed_python
 from meshwright.runtime.techniques.activation_checkpointing import checkpoint_call
-from meshwright.runtime.tracing.replayed_stage import (
-    MicroBatch,
-    RecordedStage,
-    seed_draws,
-    unit_seed,
-)
+from meshwright.runtime.tracing.replayed_stage import RecordedStage
+from meshwright.runtime.tracing.stage import MicroBatch, seed_draws, unit_seed
 from meshwright.runtime.tracing.trace import Node, Recording, called_name, values_of
 from meshwright.runtime.tracing.trace_hooks import WHOLE
 from meshwright.runtime.tracing.tracer import Recorder, arguments
@@ -122,7 +118,6 @@ class ModuleStage(RecordedStage):
 
     def _outputs_of(self, received: Sequence[Tensor], micro: MicroBatch) -> Any:
         """Return what the module makes of a micro-batch."""
-        args, kwargs = arguments(self._recorder.inputs(micro.batch))
         forward = self._forward = _ForwardUnderWay(micro)
         inner_loss.begin(BETWEEN)
         try:
@@ -132,6 +127,7 @@ class ModuleStage(RecordedStage):
                     around.enter_context(self.around(micro.batch, None))
                 if self._draws_between:
                     around.enter_context(_DrawsBetween(self, forward))
+                args, kwargs = arguments(self._recorder.inputs(micro.batch))
                 if self._is_one_unit:
                     return self._unit_call("", self._root, forward, args, kwargs)
                 return self._root(*args, **kwargs)

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,14 +27,22 @@ from meshwright.planner.documents.profile import Recompute
 from meshwright.planner.errors import RecordError
 from meshwright.runtime.core import auxiliary_loss as inner_loss
 from meshwright.runtime.core.lru import Recent
-from meshwright.runtime.core.side_effects import PythonNumbers, seed_python
 from meshwright.runtime.techniques import activation_offload as activations
 from meshwright.runtime.techniques.activation_checkpointing import checkpoint_call
 from meshwright.runtime.techniques.activation_offload import HostTraffic, Packing
+from meshwright.runtime.tracing.stage import (
+    Boundary,
+    MicroBatch,
+    Stage,
+    generators_of,
+    handed_on,
+    seed_draws,
+)
 from meshwright.runtime.tracing.trace import (
     Leaf,
     ModuleTensor,
     Node,
+    RecordedLayer,
     Recording,
     StageDevice,
     Value,
@@ -44,79 +50,9 @@ from meshwright.runtime.tracing.trace import (
 )
 from meshwright.runtime.tracing.tracer import MOST_RECORDINGS, Recorder, units_of
 from meshwright.runtime.tracing.training_modes import TrainingModes
-from meshwright.runtime.tracing.unused_parameters import BackwardOrder
 
 Around = Callable[[Any, Node | None], contextlib.AbstractContextManager[None]]
 """Returns the context of a node's call, by its batch; None stands for calls not recorded."""
-
-
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """The inputs of a micro-batch that every stage has."""
-
-    batch: Any
-    """The pytree, cut to this micro-batch."""
-    seed: int | None = None
-    """Seed of torch's draws (see `step_seed`); None draws from torch's own generator."""
-    coin_seed: int | None = None
-    """Seed of Python's and numpy's numbers between units, alike on all ranks; None leaves them."""
-    local: bool = False
-    """It is a rank's own, of any structure: its loss says how much counts."""
-
-
-def step_seed(seed: int, step: int, first_sample: int) -> int:
-    """Return the seed of a micro-batch that begins with this sample of the global batch.
-
-    >>> step_seed(0, 1, 8) == step_seed(0, 1, 8) != step_seed(0, 1, 16)
-    True
-    """
-    return _hash(f"{seed} {step} {first_sample}")
-
-
-def unit_seed(seed: int, name: str) -> int:
-    """Return the seed under which a unit, or a function between units, draws in a micro-batch."""
-    return _hash(f"{seed} {name}")
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-
-
-def _generators_of(device: torch.device) -> list[torch.Generator]:
-    """Return torch's generators of the host, and behind it that of a device beside it."""
-    generators = [torch.default_generator]
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        generators.append(torch.cuda.default_generators[index])
-    return generators
-
-
-@contextlib.contextmanager
-def seed_draws(
-    seed: int | None, name: str, device: torch.device, *, python: bool = False
-) -> Iterator[None]:
-    """Draw under the seed of a micro-batch and the name of a unit; None changes nothing.
-
-    With `python` so do the random numbers of Python and numpy.
-    """
-    if seed is None:
-        yield
-        return
-    # torch.manual_seed asks every kind of device, with a traceback for each that is not begun.
-    generators = _generators_of(device)
-    states = [generator.get_state() for generator in generators]
-    numbers = PythonNumbers() if python else None
-    for generator in generators:
-        generator.manual_seed(unit_seed(seed, name))
-    if numbers is not None:
-        seed_python(unit_seed(seed, name))
-    try:
-        yield
-    finally:
-        if numbers is not None:
-            numbers.put_back()
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +78,10 @@ class _StageProgram:
     """[part] Values that nobody reads behind it."""
 
 
-class RecordedStage(nn.Module):
+class RecordedStage(Stage):
     """Layers first to last of a recorded module, the last one left out."""
+
+    layers: Sequence[RecordedLayer]
 
     def __init__(self, module: nn.Module, recorder: Recorder, first: int, last: int) -> None:
         """`module` gives the parts that are run; it and `recorder` are of one construction."""
@@ -157,24 +95,10 @@ class RecordedStage(nn.Module):
         """Recompute setting of each layer; layers that are not named keep their activations."""
         self._packings: dict[str, Packing] = {}
         """Packing that each layer's stored tensors go through; those that are not named stay."""
-        self.micro_batches: Sequence[MicroBatch] = ()
-        """The micro-batches of the step that a pipeline runs."""
-        self._number = 0
-        self.loss: Callable[[Any, MicroBatch], Tensor] | None = None
-        """Function that the last stage applies to the module's outputs, if any."""
         self.around: Around | None = None
         """Context of each call of a node, by the batch of its micro-batch."""
         self.checks_shapes = False
         """Each call must make what it made when it was recorded; not where ranks have parts."""
-        self.agrees = False
-        """An error in a micro-batch waits in `failure` until all ranks have it."""
-        self.failure: Exception | None = None
-        """The first error since it was last taken."""
-        self.order: BackwardOrder | None = None
-        """In which units that FSDP wraps are gathered and reduced, by this rank and others."""
-        self.units: dict[str, nn.Module] = {}
-        """Units that may be wrapped by themselves; their parameters are read by no one else.  A
-        wrapper takes their place through `place`."""
         self._beside: dict[str, tuple[nn.Module, str, Tensor, int]] = {}
         """Tensors beside units as the user's module has them: whose, under which name, which, and
         how often they were changed in place."""
@@ -190,7 +114,6 @@ class RecordedStage(nn.Module):
             names = dict.fromkeys(units_of(module))
             self._share_tables(module)
         self.called_units = tuple(names)
-        """Paths of all units, also of those that `units` leaves out."""
         self._place_units(module)
         leaves = [leaf for node in nodes for leaf in node.leaves]
         if self._is_last:  # what the module returns is the last stage's
@@ -198,7 +121,7 @@ class RecordedStage(nn.Module):
         held = {leaf.name for leaf in leaves if isinstance(leaf, ModuleTensor)}
         for name in sorted(held):
             self._hold(name, module)
-        self.units = dict(self._lone_units(names, held))
+        self.units = dict(self._lone_units(names, [self.held(name) for name in held]))
 
     def _share_tables(self, module: nn.Module) -> None:
         """Have the parts, parameters and buffers of a module as one's own: there is one of each."""
@@ -288,24 +211,17 @@ class RecordedStage(nn.Module):
         except KeyError:
             return None
 
-    def part(self, name: str) -> nn.Module:
-        """Return a module by its path in the user's module."""
-        part: nn.Module = self
-        for step in name.split(".") if name else ():
-            child = part._modules[step]
-            assert child is not None
-            part = child
-        return part
+    def boundary(self, batch: Any) -> Boundary:
+        """Return what crosses under the recording of a batch like this one."""
+        recording = self._recorder.recording(batch, training=self.training)
+        values = recording.live(recording.layers[self._range[0]].first) if self._range[0] else ()
+        makers = tuple(recording.nodes[recording.maker[value]].name for value in values)
+        return Boundary(self.received(recording), self.sent(recording), makers)
 
     def received(self, recording: Recording) -> tuple[Tensor, ...]:
         """Return meta tensors of what this stage gets from the one before it."""
         first = self._range[0]
         return recording.sent(first - 1) if first else ()
-
-    def input_name(self, recording: Recording, at: int) -> str:
-        """Return which call makes a tensor that this stage gets from the one before it."""
-        value = recording.live(recording.layers[self._range[0]].first)[at]
-        return recording.nodes[recording.maker[value]].name
 
     def sent(self, recording: Recording) -> tuple[Tensor, ...]:
         """Return meta tensors of what this stage hands on; the last one's outputs are not."""
@@ -332,10 +248,6 @@ class RecordedStage(nn.Module):
     def _users_modes(self) -> TrainingModes:
         return TrainingModes(self._users[0], self._recorder.modes)
 
-    def select(self, number: int) -> None:
-        """Run this one of the micro-batches that a pipeline has at hand next."""
-        self._number = number
-
     def forward(self, *received: Tensor, micro: MicroBatch | None = None) -> Any:
         """Run one micro-batch, given or selected.
 
@@ -343,7 +255,7 @@ class RecordedStage(nn.Module):
         `loss` makes of them.
         """
         if micro is None:
-            micro = self.micro_batches[self._number % len(self.micro_batches)]
+            micro = self.selected()
         if self.order is not None:
             self.order.begin(self.device)
         # A pipeline hands its first stage the number too.
@@ -375,10 +287,6 @@ class RecordedStage(nn.Module):
             return outputs
         return (*outputs[:at], self.closed(outputs[at]), *outputs[at + 1 :])
 
-    def fail(self, error: Exception) -> None:
-        """Keep the first error until all ranks have it."""
-        self.failure = self.failure or error
-
     def refuse(self, error: RecordError) -> None:
         """Raise an error, or keep it where other ranks would wait for this one meanwhile."""
         if not (self.order and self.agrees):
@@ -403,10 +311,6 @@ class RecordedStage(nn.Module):
             for like in self.sent(recording)
         )
 
-    def closed(self, loss: Tensor) -> Tensor:
-        """Return a loss of the last forward whose backward is in the order of all ranks."""
-        return loss if self.order is None else self.order.close_backward(loss)
-
     def _outputs_of(self, received: tuple[Tensor, ...], micro: MicroBatch) -> Any:
         training = self.training
         program = self._program(self._recorder.recording(micro.batch, training=training))
@@ -417,7 +321,7 @@ class RecordedStage(nn.Module):
     @contextlib.contextmanager
     def _refusing_other_draws(self) -> Iterator[None]:
         """Refuse random numbers that no call is known to draw: they would not follow the sample."""
-        generator = _generators_of(self.device)[-1]
+        generator = generators_of(self.device)[-1]
         before = generator.get_state()
         yield
         if not torch.equal(before, generator.get_state()):
@@ -451,7 +355,7 @@ class RecordedStage(nn.Module):
             return unflatten(leaves, program.recording.result_spec)
         passed, values = set(program.received), program.recording.values
         return tuple(
-            _handed_on(run.values[at], values[at].requires_grad, passed=at in passed)
+            handed_on(run.values[at], values[at].requires_grad, passed=at in passed)
             for at in program.sent
         )
 
@@ -463,13 +367,6 @@ class RecordedStage(nn.Module):
             if attribute in table:
                 return table[attribute]
         return getattr(owner, attribute)
-
-    @property
-    def device(self) -> torch.device:
-        """Device on which this stage computes."""
-        for tensor in itertools.chain(self.parameters(), self.buffers()):
-            return tensor.device
-        return torch.device("cpu")
 
     def _program(self, recording: Recording) -> _StageProgram:
         # A program holds its recording, so that no other one has its id meanwhile.
@@ -561,33 +458,6 @@ class RecordedStage(nn.Module):
             if mine is not now:
                 mine.copy_(now)
             self._beside[name] = owner, attribute, now, now._version
-
-    def _lone_units(
-        self, names: Mapping[str, None], held: set[str]
-    ) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the units whose parameters nobody else in this stage reads."""
-        parts = {name: self.part(name) for name in names}
-        users: dict[int, int] = {}
-        for part in parts.values():
-            for parameter in set(part.parameters()):
-                users[id(parameter)] = users.get(id(parameter), 0) + 1
-        for name in held:
-            users[id(self.held(name))] = 2
-        for name, part in parts.items():
-            parameters = list(part.parameters())
-            if parameters and all(users[id(parameter)] == 1 for parameter in parameters):
-                yield name, part
-
-
-def _handed_on(output: Tensor, awaits_gradient: bool, *, passed: bool) -> Tensor:
-    """Return a tensor as the next stage and its gradient know it.
-
-    It must not be the leaf that a gradient is gathered in, nor what was received and `passed` on,
-    whose gradient comes later; it has one also where this micro-batch went by all that is trained.
-    """
-    if awaits_gradient and torch.is_grad_enabled() and not output.requires_grad:
-        output = output.detach().requires_grad_()
-    return output.view_as(output) if passed or output.is_leaf else output
 
 
 class _MicroBatchRun:

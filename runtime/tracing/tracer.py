@@ -71,27 +71,25 @@ class Recorder:
         units: Sequence[str] | None = None,
         dtype: torch.dtype = torch.float32,
         whole: bool = False,
-        ours: bool = False,
     ) -> None:
         """`batch` may hold tensors without data.  `dtype` is the type of computation.
 
-        `whole` makes the module one unit.  One of `ours` has no data and no state that a forward
-        changes, and calls nothing but units: it is run as it is.  Raises RecordError where `units`
-        names no module, or the forward cannot be recorded.
+        `whole` makes the module one unit.  Raises RecordError where `units` names no module, or
+        the forward cannot be recorded.
         """
         self.example = batch
         """The batch of `first`."""
         self.refused: str | None = None
         """Why a module that `of_units` was asked for is one unit."""
         self.inputs = inputs or _default_inputs(module)
-        self._dtype, self._ours, self._whole = dtype, ours, whole
+        self._dtype, self._whole = dtype, whole
         self.modes = {name: part.training for name, part in module.named_modules()}
         """In which mode each part is while the module trains."""
         self.opened = frozenset() if whole else _opened_paths(module, units)
         # In a rehearsal tensors have no data already, and modes do not mix.
         self._fake = detect_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True)
-        self._module = module if ours else self._skeleton(module)
-        self._resting = {} if ours else _modes_in_evaluation(self._module)
+        self._module = self._skeleton(module)
+        self._resting = _modes_in_evaluation(self._module)
         """The modes of all parts while the module evaluates."""
         self._real: nn.Module | None = None
         self._made = Recent[Recording](MOST_RECORDINGS)
@@ -300,10 +298,6 @@ class Recorder:
         return tensor_copy
 
     def _record(self, batch: Any, *, training: bool) -> Recording:
-        if self._ours:
-            notes = Notes(self._module, self.opened, batch)
-            with torch.enable_grad(), notes.units_called():
-                return notes.recording(self._module(*self.inputs(batch)))
         with self.without_data(batch) as (module, given):
             if not training:
                 module.eval()

@@ -24,7 +24,7 @@ from meshwright.runtime.optim.learning_rate import learning_rate
 from meshwright.runtime.optim.sharded_optimizer import TorchOptimizers
 from meshwright.runtime.optim.update_rules import parameter_groups_of as adamw
 from meshwright.runtime.optim.update_rules import slots_of
-from meshwright.runtime.tracing.replayed_stage import MicroBatch
+from meshwright.runtime.tracing.stage import MicroBatch
 from tests.runtime import cases
 from tests.runtime.ranks import on_ranks
 

@@ -11,7 +11,8 @@ import transformers
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from meshwright.runtime.tracing.replayed_stage import MicroBatch, RecordedStage
+from meshwright.runtime.tracing.replayed_stage import RecordedStage
+from meshwright.runtime.tracing.stage import MicroBatch
 from meshwright.runtime.tracing.tracer import Recorder
 
 TEXT: dict[str, Any] = {

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from meshwright.runtime.engine.engine import Engine
-from meshwright.runtime.tracing.replayed_stage import step_seed, unit_seed
+from meshwright.runtime.tracing.stage import step_seed, unit_seed
 from tests.runtime.own_modules import WORDS, Bert
 from tests.runtime.ranks import on_ranks
 

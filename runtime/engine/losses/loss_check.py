@@ -59,6 +59,8 @@ CLOSE_OUTPUTS = 1e-3
 """Largest difference of a sample's outputs among other samples, relative to the largest output."""
 SHRINK = 0.3
 """By how much outputs are made smaller so that no two samples are alike."""
+UNLIKE = (1.0, 1e-3, 10.0, 100.0, -1.0, -100.0)
+"""Factors of the second half of the samples: what a loss selects by value then lies in one half."""
 
 
 def check_loss(
@@ -201,26 +203,37 @@ class _LossTrial:
         ]
         size = self._size(few_outputs)
         if real and loose:
-            return self._difference_at(lambda batch, _: self._remade(batch), size)
-        kinds = [
-            *_repeat_outputs(few_outputs, 2 * size, real=real),
-            *([lambda *_: few_outputs] if real else []),
-        ]
-        for at, outputs in enumerate(kinds):
-            last = real and at == len(kinds) - 1
-            try:
-                if not last:
-                    return self._difference_at(outputs, size)
-                self._sums(outputs, few, range(SAMPLES))
-            except _LossError as error:
-                if last:
-                    raise BatchError(
-                        f"loss: it fails on the module's outputs "
-                        f"({_structure_text(few_outputs)}) and the "
-                        f"batch ({_structure_text(self._batch)}): {error}. It is called as "
-                        "loss(outputs, batch), and takes its targets from the batch"
-                    ) from error.__cause__
+            return self._difference_at(lambda batch, _: self._remade(batch), size, remade=True)
+        for outputs in _repeat_outputs(few_outputs, 2 * size, real=real):
+            with contextlib.suppress(_LossError):
+                return self._difference_at(outputs, size)
+        if not real:
+            return None
+        try:
+            self._sums(lambda *_: few_outputs, few, range(SAMPLES))
+        except _LossError as error:
+            with contextlib.suppress(_LossError):  # it may differentiate what the module made
+                difference = self._difference_at(
+                    lambda batch, _: self._remade(batch, graph=True), size, remade=True
+                )
+                self._refuse_second_graph()
+                return difference
+            raise BatchError(
+                f"loss: it fails on the module's outputs ({_structure_text(few_outputs)}) and the "
+                f"batch ({_structure_text(self._batch)}): {error}. It is called as "
+                "loss(outputs, batch), and takes its targets from the batch"
+            ) from error.__cause__
         return None
+
+    def _refuse_second_graph(self) -> None:
+        """Refuse a loss that goes through the module's graph, where ranks divide what is in it."""
+        plan = self._plan
+        if plan.zero or plan.mesh.pipeline > 1 or plan.offload != "none":
+            raise BatchError(
+                "loss: it differentiates what the module made, while this plan has parameters or "
+                "layers elsewhere; call torch.autograd.grad in forward and return the gradient, or "
+                "use a plan without ZeRO, pipeline and offload"
+            )
 
     def unequal_parts(self) -> _UnequalParts | None:
         """Return where the loss is a mean over what counts, of which the example has it in parts.
@@ -352,7 +365,7 @@ class _LossTrial:
             return None
         batch = few_samples(self._batch, size * count)
         coupled = self._coupled_in(batch, size, count)
-        if coupled is None and not self._recorder.is_fake:  # it reads values: each sample by itself
+        if coupled is None:  # what is selected by value may lie evenly in the example
             with contextlib.suppress(Exception):  # and may take no such values
                 coupled = self._coupled_in(tree_map(_unlike, batch), 1, size * count)
         return coupled
@@ -406,8 +419,11 @@ class _LossTrial:
         size = max(size for size in range(1, most + 1) if whole % size == 0)
         return size if size > 1 or whole * elements * 2 > MOST_ELEMENTS else whole
 
-    def _outputs_of(self, batch: Any, *, drawing: bool = True) -> Any:
-        """Return what a copy of the module makes, in eval mode where samples must not share."""
+    def _outputs_of(self, batch: Any, *, drawing: bool = True, graph: bool = False) -> Any:
+        """Return what a copy of the module makes, in eval mode where samples must not share.
+
+        With a `graph` a loss can differentiate it by what it was made of.
+        """
         module = deepcopy_module(self._module)
         norms = [
             norm for norm in module.modules() if isinstance(norm, nn.modules.batchnorm._BatchNorm)
@@ -422,20 +438,38 @@ class _LossTrial:
                     norm.running_var = like.new_ones(norm.num_features)
         args, kwargs = arguments(self._recorder.inputs(own_tensors(batch)))
         outputs = module(*args, **kwargs)  # with autograd, as in training: it may use gradients
+        if graph:
+            return outputs
         return tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, outputs)
 
-    def _remade(self, batch: Any) -> Any:
+    def _remade(self, batch: Any, *, graph: bool = False) -> Any:
         """Return what the module makes of a batch, which may be one that it does not take."""
         try:
-            return self._outputs_of(batch, drawing=False)
+            return self._outputs_of(batch, drawing=False, graph=graph)
         except MeshwrightError:
             raise
         except Exception as error:
             raise _LossError(str(error)) from error
 
-    def _difference_at(self, outputs: _Outputs, size: int) -> str | None:
-        difference = self._difference_of(few_samples(self._batch, 2 * size), outputs, size)
+    def _difference_at(self, outputs: _Outputs, size: int, *, remade: bool = False) -> str | None:
+        """Return what differs on samples of the example, or where its halves are unlike.
+
+        Outputs are the module's for a batch if they are `remade`, and else repeated.
+        """
+        few = few_samples(self._batch, 2 * size)
+        difference = self._difference_of(few, outputs, size)
         self._tried = outputs, size
+        for factor in UNLIKE if difference is None else ():
+            batch, unlike = few, _with_unlike_halves(outputs, size, factor)
+            if remade:
+                batch, unlike = _unlike_halves(few, size, factor), outputs
+            try:
+                difference = self._difference_of(batch, unlike, size)
+            except _LossError:
+                continue  # such values may be none that it takes
+            if difference is not None:
+                self._tried = unlike, size
+                return f"where its two halves are unlike, {difference}"
         return difference
 
     def _difference_of(self, batch: Any, outputs: _Outputs, size: int) -> str | None:
@@ -558,6 +592,36 @@ def _repeat_outputs(outputs: Any, samples: int, *, real: bool) -> list[_Outputs]
     return [tile(torch.randn_like), tile(torch.rand_like), tile(lambda x: -torch.rand_like(x))]
 
 
+def _with_unlike_halves(outputs: _Outputs, size: int, factor: float) -> _Outputs:
+    """Return outputs for `2 * size` samples whose halves are unlike."""
+
+    def unlike(batch: Any, samples: range) -> Any:
+        whole = outputs(batch, range(2 * size))
+        return part_of(_unlike_halves(whole, size, factor), samples)
+
+    return unlike
+
+
+def _unlike_halves(tree: Any, size: int, factor: float) -> Any:
+    """Return samples of which those with even numbers come first, and the others are scaled."""
+    samples = 2 * size
+    rows = [*range(0, samples, 2), *range(1, samples, 2)]
+
+    def unlike(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.ndim or len(leaf) != samples:
+            return leaf
+        leaf = leaf[rows]
+        if not _is_float(leaf) or _is_mask(leaf):
+            return leaf
+        return torch.cat((leaf[:size], factor * leaf[size:]))
+
+    return tree_map(unlike, tree)
+
+
+def _is_mask(leaf: Tensor) -> bool:
+    return bool(leaf.any()) and bool(((leaf == 0) | (leaf == 1)).all())
+
+
 def _full(leaf: Tensor) -> Tensor:
     """Return a leaf in fp32 at least: sums of 16 bits are too coarse to compare."""
     return leaf.float() if leaf.element_size() < 4 else leaf
@@ -567,9 +631,7 @@ def _tile_leaf(leaf: Any, samples: int, change: Callable[[Tensor], Tensor]) -> A
     if not _is_sampled(leaf):
         return leaf
     tile = leaf.detach()[[at % SAMPLES for at in range(samples)]]
-    if not _is_float(tile):
-        return tile
-    if tile.any() and bool(((tile == 0) | (tile == 1)).all()):  # a mask
+    if not _is_float(tile) or _is_mask(tile):
         return tile
     tile = change(tile)
     less = 1 - SHRINK * torch.arange(samples, dtype=tile.dtype) / samples

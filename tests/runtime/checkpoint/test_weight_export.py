@@ -21,7 +21,7 @@ from meshwright.runtime.checkpoint.weight_export import to_huggingface
 from meshwright.runtime.checkpoint.writer import Saver
 from meshwright.runtime.engine.engine import Engine
 from meshwright.runtime.launch.training_loop import token_engine
-from meshwright.runtime.tracing.replayed_stage import MicroBatch
+from meshwright.runtime.tracing.stage import MicroBatch
 from tests.runtime import cases, chats
 from tests.runtime.ranks import on_ranks
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from meshwright.planner.errors import BatchError
+from meshwright.planner.errors import BatchError, RecordError
 from meshwright.runtime.core.global_batch_loss import whole_batch
 from meshwright.runtime.engine.engine import Engine
 
@@ -89,6 +89,30 @@ def metric_of_the_batch(out: Tensor, given: Any) -> Any:
     return total, (given[1] != -100).sum(), {"spread": out.std()}
 
 
+def hardest_half(out: Tensor, given: Any) -> Any:
+    each = functional.cross_entropy(out, given[1].relu(), reduction="none")
+    return each.topk(len(out) // 2).values.mean()
+
+
+def confident_mean(out: Tensor, given: Any) -> Any:
+    """All samples of the example are above the threshold."""
+    sure = out.detach().softmax(-1).amax(-1) > 0.251
+    each = functional.cross_entropy(out, given[1].relu(), reduction="none")
+    return (each * sure).sum() / sure.sum().clamp(min=1)
+
+
+def unsure_mean(out: Tensor, given: Any) -> Any:
+    """No sample of the example is above the threshold."""
+    sure = (out.detach().softmax(-1).amax(-1) > 0.95).float()
+    return (out.square().mean(1) * sure).sum() / sure.sum().clamp(min=1) + out.square().mean()
+
+
+def by_sign(out: Tensor, given: Any) -> Any:
+    above = (out.detach().sum(1) > -9).float()
+    each = functional.cross_entropy(out, given[1].relu(), reduction="none")
+    return sum((each * part).sum() / (part.sum() + 1e-6) for part in (above, 1 - above))
+
+
 COUPLED = (
     in_batch_negatives,
     whitened,
@@ -100,6 +124,10 @@ COUPLED = (
     divided_by_count,
     fixed_number,
     metric_of_the_batch,
+    hardest_half,
+    confident_mean,
+    unsure_mean,
+    by_sign,
 )
 
 
@@ -174,6 +202,45 @@ class InsideModule(nn.Module):
         if self.coupled:
             return {"loss": -functional.log_softmax(out @ out.T, -1).diagonal().mean()}
         return {"loss": out.square().mean()}
+
+
+class HardestInside(InsideModule):
+    """Takes half of the samples, those with the largest outputs."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        each = self.inner(x).square().mean(1)
+        return {"loss": each.topk(len(x) // 2).values.mean()}
+
+
+class GatedByBatch(nn.Linear):
+    """Gates by the mean of a batch, which is above the threshold in the example and its parts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.where(x.abs().mean() > 0.4, super().forward(x), -super().forward(x))
+
+
+class TakesItsInput(nn.Linear):
+    """Returns what it was given, so that a loss can differentiate by it."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.detach().requires_grad_()
+        return x, super().forward(x).tanh()
+
+
+def penalty_by_inputs(out: tuple[Tensor, Tensor], given: Any) -> Tensor:
+    (grad,) = torch.autograd.grad(out[1].sum(), out[0], create_graph=True)
+    return grad.square().sum(1).mean()
+
+
+def test_a_loss_may_differentiate_by_what_the_module_returns() -> None:
+    engine(penalty_by_inputs, lambda: TakesItsInput(WIDTH, CLASSES))
+
+
+def test_what_a_module_selects_by_value_is_found() -> None:
+    with pytest.raises(BatchError, match="whole_batch"):
+        engine(lambda out, _: out["loss"], lambda: HardestInside(False))
+    with pytest.raises(RecordError, match="depends on the other samples"):
+        engine(lambda out, _: (out.sum(), len(out)), lambda: GatedByBatch(WIDTH, CLASSES))
 
 
 def test_losses_inside_a_module_are_compared_by_its_parts() -> None:

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from meshwright.planner.errors import LaunchError, MeshwrightError, RecordError
 from meshwright.runtime.engine.engine import Engine
-from meshwright.runtime.tracing.replayed_stage import MicroBatch, RecordedStage
+from meshwright.runtime.tracing.replayed_stage import RecordedStage
+from meshwright.runtime.tracing.stage import MicroBatch
 from meshwright.runtime.tracing.tracer import Recorder
 from tests.limits import PATIENCE_S
 from tests.runtime.forward_ways import (
@@ -198,6 +199,14 @@ class Dropping(Net):
         return x
 
 
+def noisy_inputs(batch: Any) -> Tensor:
+    return batch[0] + 0.1 * torch.randn_like(batch[0])
+
+
+def noisy_squares(out: Tensor, batch: Any) -> Any:
+    return (out + random.random() * torch.rand_like(out)).square().sum(), out.numel()
+
+
 class Beginning(Net):
     """Dropout whose rate the loop raises from 0."""
 
@@ -209,14 +218,23 @@ class Beginning(Net):
         return self.dropout(self.features(x))
 
 
-def losses_of(build: Any, layout: dict[str, Any], rate: float = 0.0) -> list[float]:
+def losses_of(
+    build: Any, layout: dict[str, Any], rate: float = 0.0, *, noise: bool = False
+) -> list[float]:
     modules: list[Any] = []
 
     def built() -> nn.Module:
         modules.append(build())
         return modules[-1]
 
-    engine = Engine(built, layout, loss=squares, optimizer=sgd, batch=batch_of(0))
+    engine = Engine(
+        built,
+        layout,
+        loss=noisy_squares if noise else squares,
+        inputs=noisy_inputs if noise else None,
+        optimizer=sgd,
+        batch=batch_of(0),
+    )
     losses = []
     for step in range(STEPS):
         if rate:
@@ -225,14 +243,18 @@ def losses_of(build: Any, layout: dict[str, Any], rate: float = 0.0) -> list[flo
     return losses
 
 
-def on_two_ranks_by_hand() -> tuple[dict[str, Training], list[float], str]:
+def on_two_ranks_by_hand() -> tuple[dict[str, Training], list[list[float]], str]:
     """Train what ranks must draw and divide alike, and see refused what they could not."""
     random.seed(dist.get_rank())
     numpy.random.seed(dist.get_rank())
     every = {}
     for name, layout in ONE_OF_EACH:
         every[f"{name}/{layout}"] = planned("loops", name, LAYOUTS[layout])
-    dropped = losses_of(Dropping, {"zero": 3})
+    dropped = [
+        losses_of(Dropping, {"zero": 3}),
+        losses_of(Net, {"zero": 3}, noise=True),
+        losses_of(Net, LAYOUTS["stages"], noise=True),
+    ]
     with pytest.raises(RecordError) as refusal:
         losses_of(Beginning, {"pipeline": 2}, rate=0.2)
     return every, dropped, str(refusal.value)
@@ -247,12 +269,14 @@ ONE_OF_EACH = (
 
 @pytest.mark.ranks
 def test_ranks_draw_and_divide_alike() -> None:
-    wanted = losses_of(Dropping, {"micro_batches": 2})
+    halves = {"micro_batches": 2}
+    noisy = losses_of(Net, halves, noise=True)
+    wanted = [losses_of(Dropping, halves), noisy, noisy]
     for every, dropped, words in on_ranks(2, on_two_ranks_by_hand):
         for name, layout in ONE_OF_EACH:
             trains = layout in loops.WAYS[name].trains
             check(every[f"{name}/{layout}"], "loops", name, trains=trains)
-        assert dropped == pytest.approx(wanted, rel=1e-6)
+        assert numpy.allclose(dropped, wanted, rtol=1e-6, atol=0)
         assert "draws random numbers that it did not draw in the first batch" in words
 
 

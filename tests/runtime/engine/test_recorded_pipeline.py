@@ -13,9 +13,10 @@ from torch.utils._pytree import tree_leaves
 
 from meshwright.planner.schedules import schedule_of
 from meshwright.planner.schedules.schedule import orders, rank_of_stage
-from meshwright.runtime.engine.pipeline import RecordedPipeline
+from meshwright.runtime.engine.pipeline import StagePipeline
 from meshwright.runtime.techniques.split_backward import PLAIN, WeightGradients, defer
-from meshwright.runtime.tracing.replayed_stage import MicroBatch, RecordedStage
+from meshwright.runtime.tracing.replayed_stage import RecordedStage
+from meshwright.runtime.tracing.stage import MicroBatch
 from meshwright.runtime.tracing.tracer import Recorder, arguments
 from tests.parts import some_and_others
 from tests.runtime.own_modules import MODULES, WIDTH, WORDS
@@ -75,10 +76,10 @@ def against_one_process(kind: str, schedule: str, virtual_stages: int) -> float:
         stores = {at: WeightGradients() for at in own}
         for at, stage in own.items():
             defer(stage, stores[at], PLAIN)
-    pipeline = RecordedPipeline(
+    pipeline = StagePipeline(
         own,
         orders(schedule, stages=stages, micro_batches=MICRO_BATCHES, virtual_stages=virtual_stages),
-        recording=recorder.first,
+        example=recorder.example,
         micro_batches=MICRO_BATCHES,
         groups=(dist.group.WORLD, dist.new_group()),
         device=torch.device("cpu"),

@@ -352,7 +352,7 @@ def matched(out: Tensor, batch: Any) -> tuple[Tensor, int]:
         cost = torch.cdist(boxes_here, wanted, p=1)
         left = list(range(3))
         for box in range(2):
-            at = min(left, key=lambda query: float(cost[query, box]))
+            at = min(left, key=lambda query: float(cost.detach()[query, box]))
             left.remove(at)
             total, count = total + cost[at, box], count + 1
     return total, count

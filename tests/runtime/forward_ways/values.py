@@ -46,7 +46,7 @@ COUNTS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "text": lambda picked, mask: int(str(mask.sum())[len("tensor(") : -1]),
     "index": lambda picked, mask: picked.new_zeros(99)[: mask.sum()].shape[0],
     "unbind": lambda picked, mask: len(picked.unbind()),
-    "split": lambda picked, mask: len(picked.split(1)),
+    "split": lambda picked, mask: sum(len(part) for part in picked.split(1)),
     "sparse": lambda picked, mask: mask.float().to_sparse().values().shape[0],
     "rows": lambda picked, mask: sum(1 for row in mask.flatten() if row),
 }

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from meshwright.planner.errors import RecordError
-from meshwright.runtime.tracing.replayed_stage import MicroBatch, RecordedStage
+from meshwright.runtime.tracing.replayed_stage import RecordedStage
+from meshwright.runtime.tracing.stage import MicroBatch
 from meshwright.runtime.tracing.tracer import Recorder, arguments
 from tests.runtime.own_modules import GPT, MODULES, WIDTH, Bert, Dicts, ResNet, Undecided, UNet
 
