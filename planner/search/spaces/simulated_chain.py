@@ -209,8 +209,9 @@ class SimulatedChain(Families):
         limit_s, found_s = self.goal.limit_s, 0.0
         for fastest_only in (True, False):
             choices = self._choices(layout, stated, fastest_only=fastest_only)
-            found_s = 0.0 if choices is None else choices.cut_s(limit_s)
-            if found_s >= limit_s:
+            if choices is not None:
+                found_s = max(found_s, choices.cut_s(limit_s))
+            if choices is None or found_s >= limit_s:
                 break
         return found_s
 
