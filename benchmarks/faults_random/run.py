@@ -983,12 +983,17 @@ def main() -> int:
     parser.add_argument("--of", choices=ORDERS, default="all", help="what is trained")
     parser.add_argument("--only", type=int, help="the number of one run")
     parser.add_argument("--begin", type=int, default=0, help="the number of the first run")
+    parser.add_argument("--seconds", type=float, default=9e9, help="behind which no run begins")
     parser.add_argument("--keep", action="store_true", help="leave the folder there")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
     lab, table = Lab(folder), Table()
     numbers = [args.only] if args.only is not None else range(args.begin, args.begin + args.runs)
+    begin_s = time.monotonic()
     for number in numbers:
+        if time.monotonic() - begin_s > args.seconds:
+            print(f"run {number} and those behind it were not begun")
+            break
         seed = 1000 * args.seed + number
         count = random.Random(seed).randint(max(1, args.faults - 2), args.faults)
         run, compared, took_s = play_run(lab, number, seed=seed, faults=count, of=args.of)

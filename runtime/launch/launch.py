@@ -271,7 +271,7 @@ def _supervise(
                 start_s=start_s,
                 alone=rendezvous.node_rank.nodes == 1,
             )
-            looks.pace = Pace(ready, shown, seen, asked.prediction, most, asked.paced)
+            looks.pace = Pace(ready, shown, seen, asked.prediction, most, asked.paced, asked.agent)
         saved = checkpoint.progress(ready.resumed).step if ready.resumed else 0
         before = run.steps_of_events(ready.output, after=saved) if asked.slots is not None else ()
         shown.follow(run.metrics_file(ready.output), before)
