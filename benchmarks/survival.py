@@ -35,7 +35,7 @@ from meshwright.runtime.resilience.heartbeat import (
     beacons,
     own_seconds,
 )
-from meshwright.runtime.resilience.straggler_detector import DriftWatch
+from meshwright.runtime.resilience.straggler_detector import DriftWatch, StagePace
 
 STARTED_S = 600.0
 SLEEPING = """
@@ -173,7 +173,13 @@ class Paces:
     """
 
     def __init__(
-        self, plan: Plan, *, wire_s: float = 0.2, jitter: float = 0.0, seed: int = 0
+        self,
+        plan: Plan,
+        *,
+        nodes: int = 1,
+        wire_s: float = 0.2,
+        jitter: float = 0.0,
+        seed: int = 0,
     ) -> None:
         """Each rank's work is uneven by `jitter`; `wire_s` is what every rank waits."""
         self._ranks = range(plan.mesh.devices)
@@ -190,7 +196,12 @@ class Paces:
             fits=True,
             stages=(),
         )
-        self._watch = DriftWatch(plan, self._ranks, prediction)
+        each = len(self._ranks) // nodes
+        self._nodes = [self._ranks[first : first + each] for first in self._ranks[::each]]
+        # As in a run, that of rank 0 knows its steps.
+        self._watches = [
+            DriftWatch(plan, ranks, None if ranks[0] else prediction) for ranks in self._nodes
+        ]
 
     @property
     def usual_s(self) -> float:
@@ -224,8 +235,18 @@ class Paces:
                     rank: RankPace(steps=step, data_s=own[0], work_s=own[1], whole_s=own[2])
                     for rank, own in spent.items()
                 }
-                told = self._watch.look(news, paces, step)
-                found += [one for one in told if isinstance(one, Drift)]
+                # Others' paces come through the network, and are as old as the last look.
+                before = [watch.stage_paces for watch in self._watches]
+                for node, watch in enumerate(self._watches):
+                    local = {rank: paces[rank] for rank in self._nodes[node]}
+                    others = [
+                        StagePace.model_validate_json(pace.model_dump_json())
+                        for other, stages in enumerate(before)
+                        for pace in stages
+                        if other != node
+                    ]
+                    said = watch.look([] if node else news, local, step, others)
+                    found += [event for event in said if isinstance(event, Drift)]
                 news = []
         return found
 
@@ -246,11 +267,14 @@ def main() -> int:
         for step_s in (0.5, 6.0, 60.0):
             alarms = false_alarms(steps=args.steps, ranks=2, step_s=step_s, jitter=0.2, seed=0)
             print(f"{alarms} false alarms in {args.steps} steps of {step_s:g} s, each 20 % uneven")
-        for ranks in (2, 8):
-            uneven = Paces(evenly(ranks), jitter=0.2)
+        for ranks, nodes in ((2, 1), (2, 2), (8, 1), (8, 4)):
+            uneven = Paces(evenly(ranks), nodes=nodes, jitter=0.2)
             each = 0.0, uneven.usual_s
             said = uneven.live(args.steps, lambda *_, each=each: each, every=25)
-            print(f"{len(said)} drifts in {args.steps} steps of {ranks} ranks, each 20 % uneven")
+            print(
+                f"{len(said)} drifts in {args.steps} steps of {ranks} ranks on {nodes} nodes, "
+                "each 20 % uneven"
+            )
         return 0
     seconds = []
     for number in range(args.stops):

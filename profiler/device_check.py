@@ -1,7 +1,9 @@
 """Check of devices and links before the first step of a run: which is slower than its like.
 
-All ranks time the same products and copies at once, then messages by pairs.  What is slow is judged
-as in a profile (`profiler.diagnostics`).  The check ends after MOST_S, whatever it has seen then.
+All ranks time the same products and copies at once, then how much of a processor each gets, then
+messages by pairs.  Single products do not show a processor that a neighbour, a limit or a priority
+takes away between them.  What is slow is judged as in a profile (`profiler.diagnostics`).  The
+check ends after MOST_S, whatever it has seen then.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ MOST_S = 120.0
 """Wall clock of the whole check."""
 LINKS_S = 20.0
 """Seconds of the check for messages between ranks; it ends earlier where these are even."""
+PROCESSOR_S = 1.5
+"""Seconds in which each rank wants a processor all the time."""
 MOST_RANKS = 32
 """Up to so many ranks all pairs are timed, and one rank of each node else."""
 COPIES = ("host_to_device_bytes_per_s", "device_to_host_bytes_per_s")
@@ -84,7 +88,10 @@ def check_devices(
         devices=len(devices),
         links=len(pairs) // 2,
         seconds=time.monotonic() - begin_s,
-        findings=tuple(findings(devices, pairs, names, [names[rank] for rank in ends])),
+        findings=(
+            *findings(devices, pairs, names, [names[rank] for rank in ends]),
+            *slow_processors([float(share) for share in measured["processors"]], names),
+        ),
     )
 
 
@@ -129,6 +136,29 @@ def _slow_copies(devices: Sequence[MeasuredDevice], names: Sequence[str]) -> Ite
                 )
 
 
+def slow_processors(shares: Sequence[float], names: Sequence[str]) -> Iterator[Finding]:
+    """Yield ranks that get less of a processor than the others, by the share that each gets."""
+    for rank, share in enumerate(shares):
+        others = [other for at, other in enumerate(shares) if at != rank]
+        if others and share < DEGRADED * median(others):
+            yield Finding(
+                what="device",
+                subject=names[rank],
+                share=share / median(others),
+                text=f"{names[rank]} gets {share:.0%} of a processor, and its peers "
+                f"{median(others):.0%}: look at its node for other programs, a limit of its "
+                "control group, or a lower priority",
+            )
+
+
+def processor_share(seconds: float = PROCESSOR_S) -> float:
+    """Return the share of some seconds in which this thread ran, though it always wanted to."""
+    begin_s, begin_own_s = time.perf_counter(), time.thread_time()
+    while time.perf_counter() - begin_s < seconds:
+        pass
+    return min(1.0, (time.thread_time() - begin_own_s) / (time.perf_counter() - begin_s))
+
+
 def measure(arguments: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
     """Time devices and links as one of the ranks; plain data in and out."""
     import torch  # noqa: PLC0415 - takes seconds
@@ -137,6 +167,7 @@ def measure(arguments: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
     from meshwright.profiler.devices import devices  # noqa: PLC0415
     from meshwright.profiler.links import pairs  # noqa: PLC0415
     from meshwright.profiler.measure import device_name  # noqa: PLC0415
+    from meshwright.runtime.core.object_collectives import all_gather_json  # noqa: PLC0415
 
     on_cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_cuda else torch.device("cpu")
@@ -144,6 +175,10 @@ def measure(arguments: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
     ranks = list(range(world)) if world <= MOST_RANKS else list(arguments["first_ranks"])
     tell("devices", 0.0)
     measured = devices(device, name=device_name(device))
+    if world > 1:
+        dist.barrier()
+    shares = [processor_share()]
+    shares = all_gather_json(shares[0]) if world > 1 else shares
     tell("links", 0.2)
     between = []
     if len(ranks) > 1:
@@ -153,5 +188,6 @@ def measure(arguments: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
     return {
         "devices": [found.model_dump(mode="json") for found in measured],
         "pairs": [pair.model_dump(mode="json") for pair in between],
+        "processors": shares,
         "ranks": ranks,
     }

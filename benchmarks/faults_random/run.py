@@ -7,8 +7,11 @@ A run is the command line as a user calls it: `launch --elastic` of demo-4m and 
 file, `run --elastic` of a script, on 1, 2 and 3 nodes (launchers on this machine).  Faults come a
 random number of steps and seconds after the last one, and a run that ends before its time is
 started again by the same command, as a scheduler would.  Nothing of meshwright or its tests is
-imported: processes are found in /proc by a variable of their environment, losses and samples are
-read from the documented files, and compared with a run that nothing disturbed.
+imported: processes are found in /proc by a variable of their environment, losses, samples and
+tensors are read from the documented files, and compared with a run that nothing disturbed.
+
+All of it has a small /dev/shm and mounts of its own, for which it needs to be root.  Launchers have
+no privileges, and another host name in some of their starts.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import hashlib
 import json
 import os
 import random
@@ -26,11 +30,14 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
 INSIDE = Path(__file__).with_name("inside.py")
@@ -43,6 +50,15 @@ SILENT_S, LEAST_STEP_S = 4.0, 0.1
 """Copies wait for a partner that stands still until it is lost, by the documents; what that costs
 is not in the printed steps, which are of one fault."""
 MOST_STARTS = 14
+OWN_MEMORY = "FAULTS_OWN_MEMORY"
+MEMORY_BYTES = 700_000_000
+"""Size of /dev/shm, which holds copies of state in memory."""
+PLACES = (
+    *("in_memory_checkpoint.py", "shared_memory.py", "replication.py", "state_snapshot.py"),
+    *("writer.py", "metrics.py", "heartbeat.py", "script_keeper.py", "sharded_optimizer.py"),
+)
+"""Files in whose calls a rank is killed: between a step and its copy, and within them."""
+ELEMENT_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2}
 ERRORS = (
     *("EIO", "ESTALE", "illegal access", "launch failure", "cuBLAS", "NCCL"),
     *("program", "KeyError", "host memory"),
@@ -188,6 +204,7 @@ KINDS = (
 )
 # Scripts and one node come twice, as they have most faults of their own.
 ORDERS = {
+    "each": tuple(range(len(KINDS))),
     "all": (0, 8, 2, 5, 10, 4, 8, 3, 6, 7, 0, 9, 4, 10, 2, 1, 5, 3, 9, 0),
     "models": (0, 2, 5, 4, 3, 6, 7, 1, 2, 4),
     "scripts": (8, 9, 10, 11),
@@ -387,6 +404,9 @@ class Run:
         """Plan and devices of an attempt that has done no step yet."""
         self._moved_s = time.monotonic()
         self._port = free_port()
+        self._host_names: dict[int, str] = {}
+        self._second: list[subprocess.Popen[bytes]] = []
+        """Launches beside the run, into its folders."""
         self.data = folder / "data.txt"
         shutil.copyfile(lab.folder / "data.txt", self.data)
         for name in ("own.py", "train.py"):
@@ -424,21 +444,33 @@ class Run:
         with log.open("ab") as file:
             file.write(f"\n--- start {self.starts}\n".encode())
             file.flush()
-            self._launchers[node] = subprocess.Popen(
-                command(*self._words(node)),
-                cwd=self.folder,
-                env=environment(
-                    self.folder,
-                    self.lab.root if self.disturbed else ROOT,
-                    FAULTS_RUN=self.name,
-                    FAULTS_FOLDER=str(self.folder),
-                    FAULTS_SLEEP_S=str(self.kind.sleep_s if self.disturbed else 0.0),
-                ),
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                start_new_session=True,
-            )
+            self._launchers[node] = self._launch(node, file)
+
+    def _launch(self, node: int, file: IO[bytes]) -> subprocess.Popen[bytes]:
+        words = command(*self._words(node))
+        if self.disturbed and os.environ.get(OWN_MEMORY):
+            if node not in self._host_names or self.rng.random() < 0.5:
+                self._host_names[node] = f"host-{node}-{self.rng.randrange(1000)}"
+            words = [
+                *("unshare", "--uts", "sh", "-c"),
+                'hostname "$0"; exec setpriv --bounding-set=-all --inh-caps=-all "$@"',
+                *(self._host_names[node], *words),
+            ]
+        return subprocess.Popen(
+            words,
+            cwd=self.folder,
+            env=environment(
+                self.folder,
+                self.lab.root if self.disturbed else ROOT,
+                FAULTS_RUN=self.name,
+                FAULTS_FOLDER=str(self.folder),
+                FAULTS_SLEEP_S=str(self.kind.sleep_s if self.disturbed else 0.0),
+            ),
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
 
     def _start_all(self) -> None:
         self.starts += 1
@@ -522,16 +554,19 @@ class Run:
         return max(found) if found else None
 
     def weights(self) -> dict[str, str]:
-        """Return the checksums of the tensors' files of the last checkpoint."""
-        meta = json.loads((self._last() / "meta.json").read_text())
-        return {name: code for name, code in meta["checksums"].items() if name.endswith(".bin")}
-
-    def _is_rescued(self) -> bool:
-        """Return whether the last checkpoint was written from memory by a launcher."""
-        text = f"{self._last().name} is complete; its state was in memory"
-        return any(
-            text in log.read_text(errors="replace") for log in self.folder.glob("node-*.log")
-        )
+        """Return a checksum of each tensor of the last checkpoint, however it lies in files."""
+        index = json.loads((self._last() / "tensors.json").read_text())
+        files = [np.memmap(self._last() / name, np.uint8, "r") for name in index["files"]]
+        codes = {}
+        for name, tensor in index["tensors"].items():
+            width = ELEMENT_BYTES[tensor["dtype"]]
+            whole = np.zeros([*tensor["shape"], width], np.uint8)
+            for file, begin, first, size in tensor["chunks"]:
+                count = int(np.prod(size, dtype=np.int64)) * width
+                part = files[file][begin : begin + count].reshape([*size, width])
+                whole[tuple(slice(f, f + n) for f, n in zip(first, size, strict=True))] = part
+            codes[name] = hashlib.sha256(whole.tobytes()).hexdigest()
+        return codes
 
     def _last(self) -> Path:
         return self.saves / f"step-{self.steps:06}"
@@ -600,6 +635,9 @@ class Run:
     def _start_again(self) -> None:
         texts = [log.read_text(errors="replace")[-3000:] for log in self.folder.glob("node-*.log")]
         last = "\n".join(texts)
+        for launcher in self._second:
+            launcher.wait()
+        self._second.clear()
         for repair in self.repairs:
             repair()
         self.repairs.clear()
@@ -631,8 +669,11 @@ class Run:
         for process in list(processes(self.name)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
-        for launcher in self._launchers.values():
+        for launcher in (*self._launchers.values(), *self._second):
             launcher.wait()
+        for repair in self.repairs:
+            repair()
+        self.repairs.clear()
 
     # --- faults ---
 
@@ -664,6 +705,12 @@ class Run:
         with contextlib.suppress(ProcessLookupError):
             os.kill(rank.pid, signal.SIGRTMIN + 7)
         return text
+
+    def damage_gradient(self) -> str | None:
+        """Let a rank's next gradient be NaN, before it is summed."""
+        if not _in_script(self):
+            self.slack += SAVE_EVERY  # memory is not trusted then, by the documents
+        return self.order("nan gradient")
 
     def signal_rank(self, number: signal.Signals) -> str | None:
         rank = self.a_rank()
@@ -705,10 +752,18 @@ class Run:
 
     def replace_data(self) -> str | None:
         """Put other data in their place, and kill a rank: nobody may go on silently."""
-        shutil.copyfile(self.lab.folder / "other.txt", self.data)
+        how = self.rng.choice(["by others", "grown", "cut"])
+        if how == "by others":
+            shutil.copyfile(self.lab.folder / "other.txt", self.data)
+        elif how == "grown":
+            with self.data.open("a") as file:
+                file.write("and more words\n")
+        else:
+            os.truncate(self.data, self.data.stat().st_size // 2)
         self.repairs.append(self._put_data_back)
-        self.signal_rank(signal.SIGKILL)
-        return ""
+        if self.rng.random() < 0.7:
+            self.signal_rank(signal.SIGKILL)
+        return how
 
     def _put_data_back(self) -> None:
         shutil.copyfile(self.lab.folder / "data.txt", self.data)
@@ -740,16 +795,82 @@ class Run:
         return f"{file.name} {how}, all launchers {number.name}"
 
     def fill_disk(self) -> str | None:
-        """Fill the file system of checkpoints, until a while later."""
-        disk = self.folder / "disk"
-        with contextlib.suppress(OSError), (disk / "filler").open("wb") as filler:
-            while True:
-                filler.write(bytes(2**16))
-                filler.flush()
+        """Fill the file system of checkpoints, or leave less than a save, until a while later."""
+        saves = [sum(file.stat().st_size for file in save.iterdir())
+                 for save in self.saves.glob("step-*")]  # fmt: skip
+        left = self.rng.choice([0.0, 0.5, 0.99, 0.999, 1.1]) * max(saves, default=0)
         self.slack += SAVE_EVERY
+        return f"{int(left)} bytes are left, {self._fill(self.folder / 'disk', int(left))}"
+
+    def fill_memory(self) -> str | None:
+        """Fill /dev/shm, where copies are."""
+        self.slack += SAVE_EVERY
+        left = self.rng.choice([0, 100_000, 1_000_000, 20_000_000])
+        return f"{left} bytes are left, {self._fill(Path('/dev/shm'), left)}"
+
+    def _fill(self, disk: Path, left: int) -> str:
+        filler = disk / f"filler-{self.rng.randrange(10**9)}"
+        free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
+        with contextlib.suppress(OSError), filler.open("wb") as file:
+            for _ in range(max(0, free - left) // 2**16 + (left == 0)):
+                file.write(bytes(2**16))
         seconds = self.rng.choice(["3", "8", "20"])
-        subprocess.Popen(["sh", "-c", f"sleep {seconds}; rm -f '{disk / 'filler'}'"])
+        subprocess.Popen(["sh", "-c", f"sleep {seconds}; rm -f '{filler}'"])
+        self.repairs.append(lambda: filler.unlink(missing_ok=True))
         return f"for {seconds} s"
+
+    def cut_checkpoint(self) -> str | None:
+        """Cut a file of the newest checkpoint off, and let training go on."""
+        saves = sorted(self.saves.glob("step-*"))
+        files = [file for file in saves[-1].iterdir() if file.stat().st_size > 8] if saves else []
+        if not files:
+            return None
+        file = self.rng.choice(files)
+        os.truncate(file, file.stat().st_size // 2)
+        self.slack += 2 * SAVE_EVERY
+        return file.name
+
+    def make_read_only(self) -> str | None:
+        """Take the right to write away from the output's folder, for a while or until a start."""
+        if not self.output.is_dir():
+            return None
+        folders = [self.output, *(path for path in self.output.rglob("*") if path.is_dir())]
+        for folder in folders:
+            folder.chmod(0o555)
+        back = f"chmod -R u+w '{self.output}'"
+        self.repairs.append(lambda: subprocess.run(["sh", "-c", back], check=False))
+        seconds = self.rng.choice([3, 10, None])
+        if seconds is None:
+            return "until the next start"
+        subprocess.Popen(["sh", "-c", f"sleep {seconds}; {back}"])
+        return f"for {seconds} s"
+
+    def launch_second(self) -> str | None:
+        """Launch once more into the same folders while the run lives."""
+        node = self.rng.randrange(self._launched)
+        with (self.folder / "second.log").open("ab") as file:
+            self._second.append(self._launch(node, file))
+        return f"node {node}"
+
+    def kill_as_spare_joins(self) -> str | None:
+        """Kill a launcher, and a rank as soon as ranks start in its place."""
+        if self.end_launcher(signal.SIGKILL) is None:
+            return None
+        before, seconds = {rank.pid for rank in ranks(self.name)}, self.rng.choice([0.0, 0.5, 2.0])
+
+        def wait_and_kill() -> None:
+            until_s = time.monotonic() + 60
+            while time.monotonic() < until_s:
+                new = [rank for rank in ranks(self.name) if rank.pid not in before]
+                if new:
+                    time.sleep(seconds)
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(new[0].pid, signal.SIGKILL)
+                    return
+                time.sleep(0.02)
+
+        threading.Thread(target=wait_and_kill, daemon=True).start()
+        return f"{seconds:g} s behind its start"
 
     def kill_helper(self) -> str | None:
         """Kill a process of the run that neither launches nor trains."""
@@ -865,9 +986,10 @@ class Run:
         missing = [step for step in losses if step not in self.losses]
         if len(missing) > self.steps // 2:
             self.problems.append(f"{len(missing)} steps have no record")
-        # A launcher that writes a state from memory divides it over files in another way.
-        if not self._is_rescued() and self.weights() != weights:
-            self.problems.append("the last weights are others")
+        own = self.weights()
+        others = sorted(name for name in {*own, *weights} if own.get(name) != weights.get(name))
+        if others:
+            self.problems.append(f"the last checkpoint has another {others[0]} ({len(others)})")
         return "one plan" if len(names) == 1 else f"{len(names)} plans"
 
 
@@ -884,6 +1006,8 @@ FAULTS: dict[str, tuple[Callable[[Run], bool], float, Callable[[Run], str | None
     "rank stopped": (_always, 1, lambda run: run.signal_rank(signal.SIGSTOP)),
     "rank ends": (_always, 2, lambda run: run.order(f"exit {run.rng.choice([0, 1, 3])}")),
     "error": (_always, 4, lambda run: run.order(f"raise {run.rng.choice(ERRORS)}")),
+    "NaN": (_always, 2, Run.damage_gradient),
+    "killed within": (_always, 3, lambda run: run.order(f"within {run.rng.choice(PLACES)}")),
     "launcher killed": (_always, 2, lambda run: run.end_launcher(signal.SIGKILL)),
     "notice": (_always, 1, lambda run: run.end_launcher(signal.SIGTERM)),
     "Ctrl-C": (_always, 0.5, lambda run: run.end_launcher(signal.SIGINT)),
@@ -896,6 +1020,15 @@ FAULTS: dict[str, tuple[Callable[[Run], bool], float, Callable[[Run], str | None
     "helper killed": (_always, 1, Run.kill_helper),
     "launcher stopped": (_always, 1, Run.stop_launcher),
     "copies removed": (_always, 0.7, Run.remove_copies),
+    "memory full": (lambda run: bool(os.environ.get(OWN_MEMORY)), 1, Run.fill_memory),
+    "checkpoint cut": (_always, 1, Run.cut_checkpoint),
+    "read-only": (lambda run: bool(os.environ.get(OWN_MEMORY)), 1, Run.make_read_only),
+    "second launch": (_always, 1, Run.launch_second),
+    "rank killed as a spare joins": (
+        lambda run: run.kind.spare and len(run.alive()) > run.nodes,
+        4,
+        Run.kill_as_spare_joins,
+    ),
 }
 
 
@@ -965,6 +1098,19 @@ def play_run(
     return run, compared, took_s
 
 
+def have_own_memory() -> None:
+    """Begin again with a /dev/shm and mounts of one's own, where that is allowed."""
+    if os.environ.get(OWN_MEMORY) or os.getuid():
+        return
+    mount = f"mount -t tmpfs -o size={MEMORY_BYTES} tmpfs /dev/shm"
+    words = ["unshare", "--mount", "--propagation", "private", "sh", "-c"]
+    tried = subprocess.run([*words, mount], check=False, capture_output=True)
+    if tried.returncode == 0:
+        os.environ[OWN_MEMORY] = "1"
+        again = [sys.executable, *sys.orig_argv[1:]]
+        os.execvp(words[0], [*words, f'{mount}; exec "$0" "$@"', *again])
+
+
 def take_signals() -> None:
     """End by SIGTERM and Ctrl-C with all processes of the run.
 
@@ -981,16 +1127,25 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=5, help="at most, in each")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--of", choices=ORDERS, default="all", help="what is trained")
+    parser.add_argument("--fault", action="append", choices=FAULTS, help="no other; several times")
     parser.add_argument("--only", type=int, help="the number of one run")
     parser.add_argument("--begin", type=int, default=0, help="the number of the first run")
+    parser.add_argument("--seconds", type=float, default=9e9, help="behind which no run begins")
     parser.add_argument("--keep", action="store_true", help="leave the folder there")
     args = parser.parse_args()
+    have_own_memory()
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
     lab, table = Lab(folder), Table()
+    lab.faults = tuple(args.fault or FAULTS)
     numbers = [args.only] if args.only is not None else range(args.begin, args.begin + args.runs)
+    begin_s = time.monotonic()
     for number in numbers:
+        if time.monotonic() - begin_s > args.seconds:
+            print(f"run {number} and those behind it were not begun")
+            break
         seed = 1000 * args.seed + number
         count = random.Random(seed).randint(max(1, args.faults - 2), args.faults)
+        count = args.faults if args.fault else count
         run, compared, took_s = play_run(lab, number, seed=seed, faults=count, of=args.of)
         table.rows.append((number, run, compared, took_s))
         if not run.problems and not args.keep:

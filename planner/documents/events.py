@@ -35,6 +35,7 @@ Cause = Literal[
     "hang",
     "out_of_memory",
     "not_a_number",
+    "doubtful_step",
     "corruption",
     "transient",
     "straggler",

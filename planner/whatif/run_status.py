@@ -42,6 +42,7 @@ ADVICE: dict[Cause, str] = {
     "out_of_memory": "Plan with less memory per device; compare what was held with its prediction.",
     "transient": "Look at the file system, link or device that the error names.",
     "not_a_number": "Lower the learning rate, or look at the data of the step.",
+    "doubtful_step": "If it comes again, lower the learning rate, or look at the data of the step.",
     "straggler": "Look at the clocks, cooling and neighbours of the node of the rank.",
     "corruption": "Have the device of the rank replaced; its memory or arithmetic is damaged.",
     "program": "Read the end of the rank's log: it is the program or its data.",

@@ -834,7 +834,7 @@ class Engine:
             self._records.write(self.plan, step, loss, norm, seconds, device=self.device)
         if self._keeper is not None and self._begun_s is not None and moved:
             step_s = time.perf_counter() - self._begun_s
-            self._keeper.end_step(loss, step_s, noticed=ending >= 1)
+            self._keeper.end_step(loss, norm, step_s, noticed=ending >= 1)
         self._begun_s = None
         return StepResult(
             LossValue(loss),

@@ -59,7 +59,7 @@ class StateKeeper(Protocol):
     def begin_step(self) -> None:
         """Take notice that a step begins: what was done behind the one before is done."""
 
-    def end_step(self, loss: float, step_s: float, *, noticed: bool) -> None:
+    def end_step(self, loss: float, norm: float, step_s: float, *, noticed: bool) -> None:
         """Take notice that a step is done."""
 
 

@@ -6,7 +6,7 @@ Incidents are written down, and evidence of them stored, in the folder of the ru
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -227,8 +227,13 @@ def _out_of_memory(
     )
 
 
-_WRONG = ("ReplicaDrifted", "StepDiffered", "NotANumber")
-"""Failures of ranks whose numbers are wrong."""
+_WRONG: Mapping[str, Cause] = {
+    "ReplicaDrifted": "corruption",
+    "StepDiffered": "corruption",
+    "NotANumber": "not_a_number",
+    "DoubtfulStep": "doubtful_step",
+}
+"""Causes of the ends of ranks whose numbers are wrong, by the kind of failure."""
 
 
 def _wrong_numbers(
@@ -236,12 +241,11 @@ def _wrong_numbers(
 ) -> RankFailed:
     """Return the error of damaged memory or arithmetic, or of a loss that is no number."""
     suspect = rank if failure.suspect is None else failure.suspect
-    drifted = failure.kind != "NotANumber"
     return RankFailed(
         failure.message,
         local_rank=ready.ranks.devices.get(suspect, 0),
         end=RankEnd(
-            cause="corruption" if drifted else "not_a_number",
+            cause=_WRONG[failure.kind],
             rank=suspect,
             after_step=after_step,
             named=failure.suspect is not None,

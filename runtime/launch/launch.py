@@ -52,6 +52,7 @@ from meshwright.runtime.resilience.state_rescue import adopt, rescue
 from meshwright.runtime.run import preemption as notice
 from meshwright.runtime.run import run_folder as run
 from meshwright.runtime.run import scale_up as growth
+from meshwright.runtime.run.environment import messages_beside, place_of
 from meshwright.runtime.run.launch_options import LaunchRun
 from meshwright.runtime.run.locks_and_signals import alone_in, signals_interrupt
 from meshwright.runtime.run.progress_line import ProgressLine
@@ -234,7 +235,7 @@ def _attempt(ready: Preflight, orders: RankOrders) -> Event:
 def _noticing(ready: Preflight, shown: ProgressLine) -> Iterator[dict[str, str]]:
     """Take signals as notices where a step can be saved, else as Ctrl-C; yield what ranks need."""
     if ready.run.checkpoint is None:
-        with signals_interrupt():
+        with messages_beside(), signals_interrupt():
             yield {}
         return
     shared = notice.environment(ready.output)
@@ -243,7 +244,7 @@ def _noticing(ready: Preflight, shown: ProgressLine) -> Iterator[dict[str, str]]
         shown.say.print(notice.leave_notice(ready.output, number))
         log_event(ready, incident("notice", notice.name_of(number), after_step=shown.step))
 
-    with signals_interrupt(on_notice):
+    with messages_beside(), signals_interrupt(on_notice):
         yield shared
 
 
@@ -271,7 +272,7 @@ def _supervise(
                 start_s=start_s,
                 alone=rendezvous.node_rank.nodes == 1,
             )
-            looks.pace = Pace(ready, shown, seen, asked.prediction, most, asked.paced)
+            looks.pace = Pace(ready, shown, seen, asked.prediction, most, asked.paced, asked.agent)
         saved = checkpoint.progress(ready.resumed).step if ready.resumed else 0
         before = run.steps_of_events(ready.output, after=saved) if asked.slots is not None else ()
         shown.follow(run.metrics_file(ready.output), before)
@@ -317,7 +318,9 @@ def _supervise(
 def _left_early(ready: Preflight) -> BadEnd | None:
     """Return the end of a rank of this node that left with code 0 before it had done its steps."""
     early = [
-        rank for rank in ready.ranks.devices if not run.record_file(ready.output, rank).exists()
+        rank
+        for rank in ready.ranks.devices
+        if not place_of(run.record_file(ready.output, rank)).exists()
     ]
     if not early:
         return None
@@ -330,7 +333,9 @@ def _report(
 ) -> RunReport | None:
     """Return the report on the node with rank 0, from the records of all nodes."""
     records = {
-        rank: read(RankRecord, run.record_file(ready.output, rank)).model_dump(mode="json")
+        rank: read(RankRecord, place_of(run.record_file(ready.output, rank))).model_dump(
+            mode="json"
+        )
         for rank in ready.ranks.devices
     }
     all_records = {

@@ -24,6 +24,7 @@ from meshwright.runtime.launch.memory_growth import MemoryGrowth
 from meshwright.runtime.launch.preflight import Preflight
 from meshwright.runtime.resilience.hang_detector import HangWatch
 from meshwright.runtime.resilience.heartbeat import Beacons
+from meshwright.runtime.resilience.node_agent import NodeAgent
 from meshwright.runtime.resilience.straggler_detector import DriftWatch
 from meshwright.runtime.run import run_folder as run
 from meshwright.runtime.run.progress_line import ProgressLine
@@ -46,9 +47,13 @@ class Pace:
         prediction: Prediction | None,
         most: dict[int, int],
         paced: Callable[[Drift | Paced], None] | None = None,
+        agent: NodeAgent | None = None,
     ) -> None:
-        """`most` gets the most host memory that each rank has had, `paced` what is found."""
-        self._paced = paced
+        """`most` gets the most host memory that each rank has had, `paced` what is found.
+
+        `agent` knows how fast other nodes are.
+        """
+        self._paced, self._agent = paced, agent
         self._ready, self._shown, self._seen, self._most = ready, shown, seen, most
         self._watch = DriftWatch(ready.plan, ready.ranks.devices, prediction)
         self._memory = MemoryGrowth()
@@ -75,7 +80,9 @@ class Pace:
         local = self._seen.paces()
         paces = {rank: local[place] for rank, place in self._ready.ranks.devices.items()}
         seconds = [record.step_s for record in news]
-        for event in self._watch.look(seconds, paces, self._steps_done()):
+        own = self._watch.stage_paces
+        others = self._agent.exchange_paces(own) if self._agent is not None else ()
+        for event in self._watch.look(seconds, paces, self._steps_done(), others):
             log_event(self._ready, event)
             if isinstance(event, Drift):
                 self._shown.say.print(f"warning: {event.text}")

@@ -51,7 +51,7 @@ def _train(orders: run.RankOrders, rank: int) -> None:
     world_size = int(os.environ["WORLD_SIZE"])
     join(orders.device, rank=rank, world_size=world_size, timeout_s=plan.timeout_s)
     record = train.train(orders, rank=rank, local_rank=int(os.environ["LOCAL_RANK"]))
-    run.write_json(record, run.record_file(output, rank))
+    run.write_message(record, run.record_file(output, rank))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -30,6 +30,7 @@ from meshwright.runtime.launch.fork_client import ForkedRank, Zygote
 from meshwright.runtime.run import run_folder as run
 from meshwright.runtime.run.addresses import listening_socket
 from meshwright.runtime.run.authenticated_channel import without_secret
+from meshwright.runtime.run.environment import place_of
 from meshwright.runtime.run.rendezvous import Rendezvous
 from meshwright.runtime.run.run_folder import Failure, log_text
 
@@ -286,8 +287,8 @@ def supervise(
     early = [
         replace(ended, rank=rank)
         for ended in left
-        if not run.record_file(folder, rank := ranks[ended.rank]).exists()
-        and not run.handed_over(folder, rank).exists()
+        if not place_of(run.record_file(folder, rank := ranks[ended.rank])).exists()
+        and not place_of(run.handed_over(folder, rank)).exists()
     ]
     bad = [replace(ended, rank=ranks[ended.rank]) for ended in bad]
     cause, failure = first_cause(bad, run.read_failures(folder, world), early=early)

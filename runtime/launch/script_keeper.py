@@ -8,6 +8,7 @@ given the next batch away by then, so its state is taken when a step is done.
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import sys
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from meshwright.planner.documents.events import CopyInterval, Saved
 from meshwright.planner.errors import HandedOver, LaunchError
@@ -62,6 +64,10 @@ class _TakenState:
         raise NotImplementedError
 
 
+class DoubtfulStep(LaunchError):  # noqa: N818 - reads as the sentence that it is
+    """A step has ruined parameters; done again, it may be well."""
+
+
 class ScriptKeeper:
     """One rank's part; all ranks of a script make it, and use it, together."""
 
@@ -98,7 +104,8 @@ class ScriptKeeper:
             seed=engine.plan.training.seed,
         )
         self._identity = identity
-        stale = schedule_of(engine.plan.schedule).stale  # its updates are always one step late
+        # Updates of a stale schedule are always one step late, and it measures no norm.
+        self._is_stale = stale = schedule_of(engine.plan.schedule).stale
         self._mirror = None
         if dist.is_initialized() and not stale and self._folder is not None:
             self._mirror = Mirror.of_environment(
@@ -206,9 +213,13 @@ class ScriptKeeper:
         """Seconds of this rank's own work; 0 where a device does it, which says nothing of that."""
         return own_seconds() if self._engine.device.type == "cpu" else 0.0
 
-    def end_step(self, loss: float, step_s: float, *, noticed: bool) -> None:
-        """Say what is due, and take the state of what is iterated over."""
+    def end_step(self, loss: float, norm: float, step_s: float, *, noticed: bool) -> None:
+        """Say what is due, and take the state of what is iterated over.
+
+        Raises DoubtfulStep where the step has ruined parameters: its state is not kept.
+        """
         step = self._engine.steps
+        self._refuse_ruin(step, loss, norm)
         self._beacon.count_step(
             data_s=self._between_s,
             work_s=self._own_s() - self._begin_own_s,
@@ -231,6 +242,20 @@ class ScriptKeeper:
                 for name, state in self._extra.items()
                 if _is_iterable(state)
             }
+
+    def _refuse_ruin(self, step: int, loss: float, norm: float) -> None:
+        """Raise where a step gave no number and parameters of any rank have none any more."""
+        if math.isfinite(loss) and (self._is_stale or math.isfinite(norm)):
+            return
+        ruined = torch.tensor([int(any(map(_has_no_number, self._engine.state().values())))])
+        if self._is_joined:
+            dist.all_reduce(ruined, group=host_group())
+        if ruined:
+            raise DoubtfulStep(
+                f"step {step} gave loss {loss:g} and gradient norm {norm:g}, and its update made "
+                "parameters nan; nothing is saved of it. Lower the learning rate, or look at the "
+                "data of this step"
+            )
 
     def finish(self) -> None:
         """Save what the script has done last, once it has come to its end."""
@@ -338,6 +363,12 @@ def _ends_to_grow() -> bool:
     if is_joined:
         dist.broadcast(asked, src=0, group=host_group())
     return bool(asked)
+
+
+def _has_no_number(value: torch.Tensor) -> bool:
+    """Say whether a tensor, or this rank's part of one, has an element that is not finite."""
+    part = value.to_local() if isinstance(value, DTensor) else value
+    return part.is_floating_point() and not bool(torch.isfinite(part.float()).all())
 
 
 def _is_iterable(value: object) -> bool:

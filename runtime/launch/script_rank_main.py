@@ -16,7 +16,11 @@ from typing import TYPE_CHECKING, Any
 from meshwright.planner.errors import HandedOver
 from meshwright.runtime.resilience.heartbeat import BEACONS
 from meshwright.runtime.run import preemption as notice
-from meshwright.runtime.run.environment import CHECKPOINT_VARIABLE, OUTPUT_VARIABLE
+from meshwright.runtime.run.environment import (
+    CHECKPOINT_VARIABLE,
+    OUTPUT_VARIABLE,
+    place_beside,
+)
 from meshwright.runtime.run.rank_exit import die_with_launcher, leave, report_failure
 from meshwright.runtime.run.run_folder import handed_over
 
@@ -76,11 +80,19 @@ def _let_state_be_kept() -> list[ScriptKeeper]:
 
 
 def _hand_over(reason: str) -> None:
-    from meshwright.planner.system.safe_files import open_below  # noqa: PLC0415
+    from meshwright.planner.errors import DocumentError  # noqa: PLC0415
+    from meshwright.planner.system.safe_files import open_below, replace_file  # noqa: PLC0415
 
     place = _place()
-    with open_below(handed_over(**place), within=place["output"]) as file:
-        file.write(reason.encode())
+    message = handed_over(**place)
+    beside = place_beside(message)
+    try:
+        with open_below(message, within=place["output"]) as file:
+            file.write(reason.encode())
+    except (DocumentError, OSError):
+        if beside is None:
+            raise
+        replace_file(reason, beside)
 
 
 def _place() -> dict[str, Any]:

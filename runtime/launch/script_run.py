@@ -77,6 +77,8 @@ from meshwright.runtime.run.environment import (
     OUTPUT_VARIABLE,
     PLAN_VARIABLE,
     TOKEN_VARIABLE,
+    messages_beside,
+    place_of,
 )
 from meshwright.runtime.run.launch_options import LaunchRun
 from meshwright.runtime.run.locks_and_signals import alone_in, signals_interrupt
@@ -446,6 +448,7 @@ def _supervise(
             folder_within(folder, name, emptied_of="rank-*")
         token = str(rendezvous.all_gather(secrets.token_hex(8))[0])
         with contextlib.ExitStack() as held:
+            held.enter_context(messages_beside())
             shared = watch.begin(held)
             bad = supervise(
                 [
@@ -475,15 +478,15 @@ def _supervise(
             )
             watch.progress.refresh(now=True)
             after_step = watch.after_step
-        if bad is not None:
-            raise error_of(bad)  # from here, so that the other nodes learn of it
-        rendezvous.all_gather("done")  # nodes leave together
-        _hand_over(started, after_step)
+            if bad is not None:
+                raise error_of(bad)  # from here, so that the other nodes learn of it
+            rendezvous.all_gather("done")  # nodes leave together
+            _hand_over(started, after_step)
 
 
 def _hand_over(started: _Started, after_step: int) -> None:
     """Raise why ranks have ended before their script, if they have: a notice, or to grow."""
-    files = [run.handed_over(started.folder, rank) for rank in started.ranks.devices]
+    files = [place_of(run.handed_over(started.folder, rank)) for rank in started.ranks.devices]
     reasons = {read_text(file) for file in files if file.exists()}
     if growth.REASON in reasons:
         raise EndsToGrow(growth.REASON, output=started.folder)
@@ -575,7 +578,9 @@ class _ScriptWatch:
         """Say which ranks are slower than others with equal work."""
         local = seen.paces()
         paces = {rank: local[at] for rank, at in self._started.ranks.devices.items()}
-        for event in self._drift.look((), paces, self.after_step):
+        own = self._drift.stage_paces
+        others = self.agent.exchange_paces(own) if self.agent is not None else ()
+        for event in self._drift.look((), paces, self.after_step, others):
             log_event(self._started, event)
             if isinstance(event, Drift):
                 self.progress.say(f"warning: {event.text}")

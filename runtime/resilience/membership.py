@@ -22,6 +22,7 @@ from typing import Literal
 from meshwright.planner.documents.document import Part
 from meshwright.planner.documents.events import Reaction
 from meshwright.planner.documents.units import Amount, Count, Positive, Text
+from meshwright.runtime.resilience.straggler_detector import StagePace
 from meshwright.runtime.run.recovery_policy import RankEnd
 
 LOST_S = 4.0
@@ -119,6 +120,8 @@ class Standing(Part):
     end: RankEnd | None = None
     """End of the agent's ranks in the epoch, if one of them ended the epoch."""
     held: tuple[Held, ...] = ()
+    paces: tuple[StagePace, ...] = ()
+    """What the agent's ranks took in the epoch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +238,8 @@ class Roster:
         self.epoch: Epoch | None = None
         self.phase: Phase = "ready"
         self.holdings = Holdings()
+        self.paces: tuple[StagePace, ...] = ()
+        """What this agent's ranks took in the epoch."""
         self._end: RankEnd | None = None
         self._told: dict[str, Standing] = {}
         self._met: dict[str, Agent] = {}
@@ -258,6 +263,16 @@ class Roster:
             phase=self.phase,
             end=self._end,
             held=self.holdings.states,
+            paces=self.paces,
+        )
+
+    def paces_elsewhere(self) -> tuple[StagePace, ...]:
+        """Return what the ranks of other agents took in the epoch."""
+        return tuple(
+            pace
+            for standing in self._told.values()
+            if standing.epoch == self.number and standing.phase == "running"
+            for pace in standing.paces
         )
 
     def meet(self, agent: Agent, now_s: float) -> None:
@@ -302,7 +317,7 @@ class Roster:
             raise ValueError(f"ranks of epoch {self.number} still run")
         if epoch.number <= self.number:
             raise ValueError(f"epoch {epoch.number} is not newer than {self.number}")
-        self.epoch, self.phase, self._end = epoch, "ready", None
+        self.epoch, self.phase, self._end, self.paces = epoch, "ready", None, ()
         self.holdings.go_on_from(epoch.state)
         for member in epoch.members:
             self._heard_s.setdefault(member.start, now_s)

@@ -45,6 +45,7 @@ from meshwright.runtime.resilience.membership import (
 )
 from meshwright.runtime.resilience.replication import KeptCopies
 from meshwright.runtime.resilience.shared_memory import Slots
+from meshwright.runtime.resilience.straggler_detector import StagePace
 from meshwright.runtime.run.addresses import listening_socket
 from meshwright.runtime.run.authenticated_channel import job_secret
 from meshwright.runtime.run.node_rank import NodeRank
@@ -282,6 +283,12 @@ class NodeAgent:
         """Return who waits to be a member."""
         with self._lock:
             return self.roster.spares(time.monotonic())
+
+    def exchange_paces(self, own: tuple[StagePace, ...]) -> tuple[StagePace, ...]:
+        """Tell the others what this node's ranks took; return what theirs did."""
+        with self._lock:
+            self.roster.paces = own
+            return self.roster.paces_elsewhere()
 
     def node_rank(self) -> NodeRank:
         """Return this node's place among the members of its epoch, and where they meet."""

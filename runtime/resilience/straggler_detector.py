@@ -5,8 +5,11 @@ into reading the batch, into work of the rank's own, and the whole, of which the
 for others.  No message is sent for it.
 
     50 steps outside the range      the part with the largest miss, and where it is, is named
-    z > 5 and > 5 % of a step,      a rank in one part, among ranks that have equal work, or
-    in 3 windows of 100 steps       beside its own first window where none has
+    z > 5 and > 5 % of a step,      a rank in one part, among ranks of all nodes that have equal
+    in 3 windows of 100 steps       work, or beside its own first window where none has
+
+Agents tell each other the middle of each stage's ranks with their standing, so that a rank that is
+alone on its node is compared with others too.
 
 z is the distance from the median of the others over 1.4826 times the median of their distances.
 Steps are an interquartile mean, so that single long ones do not count.  Nothing here imports torch.
@@ -15,14 +18,15 @@ Steps are an interquartile mean, so that single long ones do not count.  Nothing
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwright.planner.costs.uncertainty import is_link
+from meshwright.planner.documents.document import Part
 from meshwright.planner.documents.events import Drift, Paced, RankPart
 from meshwright.planner.documents.plan import Plan
 from meshwright.planner.documents.prediction import Prediction
-from meshwright.planner.documents.units import seconds_text
+from meshwright.planner.documents.units import Amount, Count, Positive, seconds_text
 from meshwright.runtime.resilience.heartbeat import RankPace
 from meshwright.runtime.run.run_clock import unix_now_s
 
@@ -60,6 +64,16 @@ class StepSeconds:
         return None if self.work is None else max(0.0, self.whole - self.data - self.work)
 
 
+class StagePace(Part):
+    """Median seconds of a node's ranks that train one pipeline stage, in its last window."""
+
+    stage: Count
+    ranks: Positive
+    data_s: Amount
+    work_s: Amount | None = None
+    """None where it is not separated from waiting for others."""
+
+
 def step_seconds(before: RankPace, after: RankPace) -> StepSeconds:
     """Return what a step took on average between two looks.
 
@@ -93,12 +107,22 @@ class DriftWatch:
         """Pace of each rank at the start of the steps that are compared with the prediction."""
         self._stragglers = _Stragglers(plan, self._stage)
 
+    @property
+    def stage_paces(self) -> tuple[StagePace, ...]:
+        """What this node's ranks took in their last window, for other nodes."""
+        return self._stragglers.stage_paces
+
     def look(
-        self, step_s: Sequence[float], paces: Mapping[int, RankPace], step: int
+        self,
+        step_s: Sequence[float],
+        paces: Mapping[int, RankPace],
+        step: int,
+        others: Sequence[StagePace] = (),
     ) -> list[Drift | Paced]:
         """Return what has become of the pace, after steps that were done since the last look.
 
         `step_s` are rank 0's, and `paces` what ranks have written, by rank; `step` is the last one.
+        `others` are what the ranks of other nodes took.
         """
         ranks = [rank for rank in self._ranks if rank in paces]
         events: list[Drift | Paced] = []
@@ -112,7 +136,7 @@ class DriftWatch:
             events += self._slow_steps(self._prediction, paces, step)
             self._step_s, self._since = [], dict(paces)
         if ranks and min(paces[rank].steps for rank in ranks) >= WARM_UP_STEPS:
-            events += self._stragglers.look({rank: paces[rank] for rank in ranks}, step)
+            events += self._stragglers.look({rank: paces[rank] for rank in ranks}, step, others)
         return events
 
     def _slow_steps(
@@ -214,8 +238,11 @@ class _Stragglers:
         self._before: Mapping[int, RankPace] = {}
         self._first: dict[tuple[int, str], float] = {}
         self._suspect: dict[tuple[int, str], int] = {}
+        self.stage_paces: tuple[StagePace, ...] = ()
 
-    def look(self, paces: Mapping[int, RankPace], step: int) -> list[Drift | Paced]:
+    def look(
+        self, paces: Mapping[int, RankPace], step: int, others: Sequence[StagePace]
+    ) -> list[Drift | Paced]:
         """Return what ranks took and who was named, where another window is complete."""
         if not self._before or self._before.keys() != paces.keys():
             self._before = dict(paces)
@@ -224,6 +251,7 @@ class _Stragglers:
             return []
         each = {rank: step_seconds(self._before[rank], pace) for rank, pace in paces.items()}
         self._before = dict(paces)
+        self.stage_paces = tuple(self._stage_paces(each))
         events: list[Drift | Paced] = [self._pace_event(each, step)]
         for part in ("data", "work"):
             seconds = {
@@ -235,6 +263,7 @@ class _Stragglers:
                 key, step_s = (rank, part), each[rank].whole
                 first_s = self._first.setdefault(key, value)
                 peers = [s for other, s in seconds.items() if self._is_peer(other, rank)]
+                peers += self._peers_elsewhere(others, self._stage[rank], part)
                 usual_s, apart = _robust_deviation(value, peers or [first_s], LEAST_SPREAD * step_s)
                 slow = apart > APART and value - usual_s > SHARE * step_s
                 self._suspect[key] = self._suspect.get(key, 0) + 1 if slow else 0
@@ -262,6 +291,27 @@ class _Stragglers:
 
     def _is_peer(self, other: int, rank: int) -> bool:
         return other != rank and self._alike and self._stage[other] == self._stage[rank]
+
+    def _stage_paces(self, each: Mapping[int, StepSeconds]) -> Iterator[StagePace]:
+        """Yield the middle of this node's ranks of each stage."""
+        for stage in sorted({self._stage[rank] for rank in each}):
+            ranks = [seconds for rank, seconds in each.items() if self._stage[rank] == stage]
+            works = [seconds.work for seconds in ranks if seconds.work is not None]
+            yield StagePace(
+                stage=stage,
+                ranks=len(ranks),
+                data_s=statistics.median(seconds.data for seconds in ranks),
+                work_s=statistics.median(works) if works else None,
+            )
+
+    def _peers_elsewhere(
+        self, others: Iterable[StagePace], stage: int, part: str
+    ) -> Iterator[float]:
+        """Yield seconds of ranks on other nodes that have equal work, each that of its middle."""
+        for other in others if self._alike else ():
+            value = other.data_s if part == "data" else other.work_s
+            if other.stage == stage and value is not None:
+                yield from [value] * other.ranks
 
     def _drift_of_rank(
         self, rank: int, part: str, value: float, than: str, usual_s: float, step: int

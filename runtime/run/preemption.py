@@ -15,7 +15,9 @@ import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from meshwright.planner.system.safe_files import open_below
+from meshwright.planner.errors import DocumentError
+from meshwright.planner.system.safe_files import open_below, replace_file
+from meshwright.runtime.run.environment import place_beside, place_of
 
 NOTICE = "MESHWRIGHT_NOTICE"
 """Names, to each rank, the file that a notice leaves."""
@@ -42,9 +44,15 @@ def leave_notice(output: Path, number: int) -> str:
     """Tell this node's ranks; return what there is to say of it."""
     name = name_of(number)
     file = notice_file(output)
-    output.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
-    with open_below(file, within=output) as written, contextlib.suppress(OSError):
-        written.write(f"{name}\n".encode())  # that it is there is enough: the disk may be full
+    beside = place_beside(file)
+    try:
+        output.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
+        with open_below(file, within=output) as written, contextlib.suppress(OSError):
+            written.write(f"{name}\n".encode())  # that it is there is enough: the disk may be full
+    except (DocumentError, OSError):
+        if beside is None:
+            raise
+        replace_file(f"{name}\n", beside)
     return (
         f"{name}: the step under way is the last one, and is saved; a second signal ends all at "
         "once, and the last checkpoint stays"
@@ -66,8 +74,11 @@ def take_notice() -> Callable[[], bool]:
     >>> take_notice()()
     False
     """
-    file = os.environ.get(NOTICE)
-    return Path(file).exists if file is not None else lambda: False
+    named = os.environ.get(NOTICE)
+    if named is None:
+        return lambda: False
+    file = Path(named)
+    return lambda: place_of(file).exists()
 
 
 def wait_for_launcher(numbers: Sequence[signal.Signals] = SIGNALS) -> None:

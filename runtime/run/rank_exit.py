@@ -67,7 +67,7 @@ def report_failure(
     )
     file = run.failure_file(output, rank)
     with run.never_fatal(file):
-        run.write_json(failure, file)
+        run.write_message(failure, file)
     return failure
 
 

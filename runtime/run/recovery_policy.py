@@ -103,6 +103,23 @@ VERDICTS: Sequence[Verdict] = (
         why="numbers were damaged, and nobody knows where",
     ),
     Verdict(
+        causes=frozenset({"doubtful_step"}),
+        stuck=2,
+        reaction="stop",
+        why="the same step gave no number again, so the cause is the data or the model",
+    ),
+    Verdict(
+        causes=frozenset({"doubtful_step"}),
+        ever=ATTEMPTS,
+        reaction="stop",
+        why=f"{ATTEMPTS} steps gave no number; test the devices, and look at the data",
+    ),
+    Verdict(
+        causes=frozenset({"doubtful_step"}),
+        reaction="restart",
+        why="the step is done again: a number would mean that a device was wrong",
+    ),
+    Verdict(
         causes=frozenset({"out_of_memory"}),
         ever=2,
         reaction="stop",

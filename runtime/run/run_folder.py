@@ -61,6 +61,7 @@ from meshwright.planner.whatif.pricing.survival import RunSeconds, SaveFigures
 from meshwright.planner.whatif.run_status import Viewer
 from meshwright.runtime.core import checksums
 from meshwright.runtime.run import record_segments
+from meshwright.runtime.run.environment import place_beside, place_of
 from meshwright.runtime.run.launch_options import LaunchRun
 from meshwright.runtime.run.record_segments import segments
 
@@ -200,12 +201,28 @@ def write_json(part: Part, path: Path) -> None:
     write_text(json_line(part), path)
 
 
+def write_message(part: Part, path: Path) -> None:
+    """Write what a rank tells its launcher, beside the run's folder where that cannot be written.
+
+    What cannot be written at all raises as `write_json` does.
+    """
+    beside = place_beside(path)
+    if beside is None:
+        write_json(part, path)
+        return
+    with never_fatal(path):
+        write_json(part, path)
+        return
+    write_json(part, beside)
+
+
 def read_failures(output: Path, ranks: int) -> list[Failure]:
     """Return why ranks stopped, the earliest first."""
     records = []
     for rank in range(ranks):
         try:
-            records.append(Failure.model_validate_json(read_text(failure_file(output, rank))))
+            text = read_text(place_of(failure_file(output, rank)))
+            records.append(Failure.model_validate_json(text))
         except (DocumentError, ValueError):
             continue
     return sorted(records, key=lambda failure: failure.at_unix_s)

@@ -10,7 +10,12 @@ import pytest
 from meshwright.launch import device_checks
 from meshwright.planner.documents.profile import MeasuredDevice, NodePair
 from meshwright.profiler import device_check, start_ranks
-from meshwright.profiler.device_check import DeviceCheck, check_devices, findings
+from meshwright.profiler.device_check import (
+    DeviceCheck,
+    check_devices,
+    findings,
+    slow_processors,
+)
 from meshwright.runtime.run.launch_options import LaunchRun
 from meshwright.runtime.run.node_rank import ALONE
 from meshwright.runtime.run.rendezvous import Rendezvous
@@ -57,6 +62,23 @@ def test_a_slow_device_copy_or_link_is_named() -> None:
     assert slow == "a, rank 0 copies to its host at 50% of its peers"
     (slow,) = texts(even, links((1, 2)))
     assert slow.startswith("from a, rank 1 to b, rank 2 go ")
+
+
+def test_a_rank_that_gets_less_of_a_processor_is_named() -> None:
+    assert list(slow_processors([0.5, 0.52, 0.45, 0.5], NAMES)) == []
+    assert list(slow_processors([0.3], NAMES[:1])) == []
+    (slow,) = slow_processors([1.0, 1.0, 0.3, 0.9], NAMES)
+    assert slow.subject == "b, rank 2"
+    assert slow.text.startswith("b, rank 2 gets 30% of a processor, and its peers 100%")
+
+
+def test_the_share_of_a_processor_is_what_others_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By two clocks that are set by hand: this thread runs in a quarter of the time."""
+    now = iter(range(1000))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(now) / 10)
+    monkeypatch.setattr(time, "thread_time", lambda: next(now) / 40)
+
+    assert device_check.processor_share(5.0) == pytest.approx(0.25, rel=0.05)
 
 
 @pytest.mark.ranks

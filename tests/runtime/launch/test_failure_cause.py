@@ -222,6 +222,7 @@ def test_the_most_memory_of_a_process_is_known() -> None:
         ("ReplicaDrifted", None, RankEnd(cause="corruption", rank=3, after_step=5, named=False)),
         ("StepDiffered", 0, RankEnd(cause="corruption", rank=0, after_step=5)),
         ("NotANumber", None, RankEnd(cause="not_a_number", rank=3, after_step=5, named=False)),
+        ("DoubtfulStep", None, RankEnd(cause="doubtful_step", rank=3, after_step=5, named=False)),
     ],
 )
 def test_wrong_numbers_are_a_cause_with_the_rank_that_differs(

@@ -22,7 +22,9 @@ def test_a_node_whose_ranks_report_no_steps_knows_how_far_they_are(
     pace = Pace(cast(Any, ready), cast(Any, shown), cast(Any, seen), None, {})
     monkeypatch.setattr(pace, "_look_at_memory", lambda processes, now_s: None)
     steps: list[int] = []
-    monkeypatch.setattr(pace._watch, "look", lambda seconds, paces, step: steps.append(step) or [])
+    monkeypatch.setattr(
+        pace._watch, "look", lambda seconds, paces, step, others: steps.append(step) or []
+    )
 
     pace([])
     assert steps == [538]

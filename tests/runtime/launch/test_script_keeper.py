@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from meshwright.planner.documents.document import write
 from meshwright.planner.errors import HandedOver, LaunchError
 from meshwright.runtime.checkpoint import checkpoint
 from meshwright.runtime.engine import engine_state
-from meshwright.runtime.launch.script_keeper import ScriptKeeper
+from meshwright.runtime.launch.script_keeper import DoubtfulStep, ScriptKeeper
 from meshwright.runtime.run import run_folder as run
 from tests.limits import PATIENCE_S
 from tests.runtime.ports import free_port
@@ -75,7 +76,7 @@ def loss(out, batch):
 def sgd(groups):
     return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
 
-def fault(name, at, engine):
+def fault(name, at, engine, batch):
     if engine.slice_rank != engine.slices - 1 or engine.steps != at or Path("did").exists():
         return
     Path("did").touch()
@@ -87,6 +88,10 @@ def fault(name, at, engine):
         raise OSError(5, "Input/output error")
     if name == "bug":
         raise ZeroDivisionError("a bug")
+    if name == "data":
+        Path("did").unlink()
+    if name in ("nan", "data"):
+        batch[0].mul_(float("nan"))
 
 def begin(foreign):
     engine = meshwright.Engine(build, loss=loss, optimizer=sgd, batch=batch_of(0))
@@ -101,7 +106,7 @@ def begin(foreign):
 def train(engine, extra, steps, name="", at=0):
     while engine.steps < steps:
         for batch in extra["loader"]:
-            fault(name, at, engine)
+            fault(name, at, engine, batch)
             engine.step(batch)
             extra["rate"].step()
             extra["seen"].samples.append(float(batch[0].sum()))
@@ -212,6 +217,21 @@ def test_the_last_save_ends_well_or_not_at_all(
     assert copied == [5]
 
 
+def test_a_step_that_ruins_parameters_is_not_saved(script: dict[str, Any], tmp_path: Path) -> None:
+    """A loss alone that is no number ruins nothing; done again, a step may be well."""
+    engine, extra = script["begin"](False)
+    engine.resume(extra=extra)
+    script["train"](engine, extra, 6)
+    batch = script["batch_of"](0)
+    assert not math.isfinite(float(engine.step([batch[0], batch[1] * 1e19]).loss))
+    with pytest.raises(DoubtfulStep, match="step 8 gave loss nan"):
+        engine.step([batch[0], batch[1] * math.nan])
+
+    saved = checkpoint.newest(tmp_path / "saved")
+    assert saved is not None
+    assert checkpoint.progress(saved).step == 6
+
+
 def test_another_folder_or_global_batch_is_refused(script: dict[str, Any], tmp_path: Path) -> None:
     engine, extra = script["begin"](False)
     with pytest.raises(LaunchError, match="meshwright run saves in"):
@@ -280,7 +300,7 @@ def environment() -> dict[str, str]:
 
 @pytest.mark.ranks
 @pytest.mark.matrix
-@pytest.mark.parametrize("name", ["kill", "stop", "eio", "bug"])
+@pytest.mark.parametrize("name", ["kill", "stop", "eio", "nan", "bug", "data"])
 def test_under_a_script_faults_cost_what_they_cost_under_launch(
     script: dict[str, Any], tmp_path: Path, name: str
 ) -> None:
@@ -300,6 +320,12 @@ def test_under_a_script_faults_cost_what_they_cost_under_launch(
 
     saved = checkpoint.newest(tmp_path / "saved")
     assert saved is not None
+    if name == "data":
+        assert done.returncode == 1
+        assert done.stderr.count("restart, because") == 1
+        assert "stop, because the same step gave no number again" in done.stderr
+        assert checkpoint.progress(saved).step == 21
+        return
     if name == "bug":
         assert done.returncode == 1
         assert 3 <= checkpoint.progress(saved).step <= 21

@@ -24,6 +24,7 @@ from meshwright.runtime.resilience.membership import (
     Standing,
     State,
 )
+from meshwright.runtime.resilience.straggler_detector import StagePace
 from meshwright.runtime.run.recovery_policy import RankEnd
 
 NODES = 4
@@ -493,6 +494,19 @@ def test_a_run_that_is_over_on_one_node_is_over() -> None:
 
     assert isinstance(first.next_action(1.0), Over)
     assert second.next_action(9.0) is None
+
+
+def test_paces_of_other_nodes_are_those_of_this_epoch() -> None:
+    first, second, third = training()
+    second.paces = (StagePace(stage=0, ranks=1, data_s=0.1, work_s=0.5),)
+    told_to(first, [second, third], 1.0)
+    assert first.paces_elsewhere() == second.paces
+
+    second.ranks_ended(None)
+    told_to(first, [second], 1.5)
+    assert first.paces_elsewhere() == ()
+    second.adopt(first_epoch().model_copy(update={"number": 2}), 2.0)
+    assert second.paces == ()
 
 
 def test_what_was_never_whole_takes_no_place() -> None:

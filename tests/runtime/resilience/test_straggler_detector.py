@@ -86,11 +86,28 @@ def test_a_stage_of_one_rank_is_compared_with_its_own_first_steps() -> None:
     assert [drift for drift in unequal if drift.cause.startswith("straggler")] == []
 
 
+@pytest.mark.parametrize(("ranks", "nodes"), [(2, 2), (4, 2), (4, 4)])
+def test_a_rank_that_is_slow_from_its_first_step_is_named_beside_other_nodes(
+    ranks: int, nodes: int
+) -> None:
+    node = ranks // nodes
+    slow = Paces(plan_of(data=ranks), nodes=nodes, jitter=0.05)
+    found = slow.live(900, lambda rank, step: (0.0, 0.6 if rank < node else 0.5))
+    stages = Paces(plan_of(pipeline=ranks), nodes=nodes)
+    unequal = stages.live(900, lambda rank, step: (0.0, 0.8 if rank else 0.5))
+
+    named = [drift for drift in found if drift.cause.startswith("straggler")]
+    assert [drift.rank for drift in named] == list(range(node))
+    assert all("others with equal work " in drift.text for drift in named)
+    assert all(drift.after_step <= (WINDOWS + 2) * WINDOW for drift in named)
+    assert [drift for drift in unequal if drift.cause.startswith("straggler")] == []
+
+
 def test_uneven_steps_are_no_drift() -> None:
-    for seed in range(3):
-        uneven = Paces(FOUR, jitter=0.2, seed=seed)
+    for seed, nodes in enumerate((1, 2, 4)):
+        uneven = Paces(FOUR, nodes=nodes, jitter=0.2, seed=seed)
         each = 0.0, uneven.usual_s
-        assert uneven.live(3000, lambda *_, each=each: each) == []
+        assert uneven.live(3000, lambda *_, each=each: each, every=5) == []
 
 
 def test_a_rank_says_what_its_steps_took(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -10,11 +11,20 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.planner.documents.document import json_line, read
 from meshwright.planner.errors import DocumentError
 from meshwright.runtime.checkpoint import checkpoint
 from meshwright.runtime.run import preemption as notice
+from meshwright.runtime.run.environment import messages_beside, place_of
 from meshwright.runtime.run.locks_and_signals import signals_interrupt
-from meshwright.runtime.run.run_folder import account_of, metrics_file, read_records
+from meshwright.runtime.run.run_folder import (
+    RankRecord,
+    account_of,
+    metrics_file,
+    read_records,
+    record_file,
+    write_message,
+)
 from tests.limits import PATIENCE_S
 from tests.runtime.rooms import ENOUGH, Room, plan_of
 
@@ -63,6 +73,38 @@ def test_a_notice_is_a_file_of_the_run_alone(tmp_path: Path) -> None:
         notice.leave_notice(output, signal.SIGTERM)
 
     assert elsewhere.read_text() == "a user's"
+
+
+def test_a_notice_and_records_come_where_the_folder_of_the_run_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder is a file here, as permissions do not hold root."""
+    output = tmp_path / "out"
+    output.write_text("no folder")
+    monkeypatch.setenv(notice.NOTICE, str(notice.notice_file(output)))
+    record = RankRecord(rank=0, stage=0, first_step=1, step_s=(0.5,))
+    with pytest.raises(OSError, match="exists"):
+        notice.leave_notice(output, signal.SIGTERM)
+    with pytest.raises(DocumentError, match="cannot be written"):
+        write_message(record, record_file(output, 0))
+
+    def unwritable(part: object, path: Path) -> None:
+        if path.is_relative_to(output):
+            raise OSError(errno.EROFS, "Read-only file system")
+        path.write_text(json_line(record))
+
+    monkeypatch.setattr("meshwright.runtime.run.run_folder.write_json", unwritable)
+    with messages_beside():
+        is_noticed = notice.take_notice()
+        assert not is_noticed()
+        notice.leave_notice(output, signal.SIGTERM)
+        assert is_noticed()
+        write_message(record, record_file(output, 0))
+        place = place_of(record_file(output, 0))
+        assert not place.is_relative_to(output)
+        assert read(RankRecord, place) == record
+    assert not place.exists()
+    assert place_of(record_file(output, 0)) == record_file(output, 0)
 
 
 def asked_to_end(folder: str, schedule: str) -> list[tuple[bool, bool]]:
