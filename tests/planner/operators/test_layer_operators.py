@@ -8,8 +8,9 @@ from meshwright.planner.architectures.architecture import graph_of
 from meshwright.planner.catalog.expressions import resolve_model
 from meshwright.planner.documents.framework import NATURAL_SPREAD
 from meshwright.planner.documents.model import Architecture, Layer, LayerTrace, ModelGraph
+from meshwright.planner.documents.profile import ChunkedLoss
 from meshwright.planner.operators.expert_routing import Routing
-from meshwright.planner.operators.kernels import MODULES
+from meshwright.planner.operators.kernels import MODULES, KernelSettings
 from meshwright.planner.operators.layer_operators import (
     local_parameters,
     step_flops,
@@ -80,6 +81,30 @@ def test_ranks_beyond_the_heads_of_keys_gather_the_projection_and_keep_their_own
     # The same work otherwise: weights are divided all the same.
     divided = of(gpt(kv_heads=2), "block", tensor=t)
     assert layer.forward_flops == divided.forward_flops
+
+
+def test_a_chunk_of_logits_by_width_has_the_rows_that_liger_says() -> None:
+    # Liger-Kernel's own example, beside inc_factor of ops/fused_linear_cross_entropy.py: 4 x 4,096
+    # tokens, 32,000 words, width 4,096 give 8 chunks of 2,048 rows.  A row of a chunk has logits in
+    # 16 and in 32 bits, 6 bytes a word.
+    model = gpt(hidden_size=4096, vocab_size=32000)
+    loss = ChunkedLoss(gradients="precomputed")
+    by_width, once = (
+        of(model, "head", seq_len=4096, loss=each, kernels=kernels)
+        for each, kernels in (
+            (loss, KernelSettings(chunks_by_width=True)),
+            (ChunkedLoss(rows=16384, gradients="precomputed"), MODULES),
+        )
+    )
+
+    working = max(operator.workspace_bytes for operator in by_width.operators)
+    assert working == 6 * 2048 * 32000
+    # Seven more chunks read 262 MB of weights for logits; backward once more, and their sum is read
+    # and written.
+    logits = [each.operators[-3] for each in (by_width, once)]
+    weights = 2 * 32000 * 4096
+    assert logits[0].moved_bytes - logits[1].moved_bytes == 7 * weights
+    assert logits[0].backward_moved_bytes - logits[1].backward_moved_bytes == 7 * 3 * weights
 
 
 def test_full_recompute_stores_two_bytes_of_input() -> None:
