@@ -138,7 +138,7 @@ WHY = {
     "get_wrapping_policy), 1,536 collectives a step, which would fit 0.27 ms each; this was not "
     "tested and is not counted. Two runs on RTX 6000 Ada take 26 % longer than predicted, for no "
     "known reason. Two short runs reserve 1.5 GiB more than the replayed step.",
-    "megatron_ci": "Two timed rows, of 7B models, 15 and 19 % slower than what tuned runs of the "
+    "megatron_ci": "Two timed rows, of 7B models, 14 and 20 % slower than what tuned runs of the "
     "same rules take: its configurations (tests/functional_tests, model_config.yaml) ask for "
     "deterministic kernels, NCCL_ALGO=Ring, weight gradients outside of products, and norms of all "
     "parameters and counts of zeros each step, which no user's run has and no word of the table "
@@ -411,7 +411,7 @@ TRIED_LEFT_OUT = (
     "reads and writes anew for each of 64 chunks (Liger's code): -39.5 to -36.8 %, prime_rl -7.6 "
     "to -7.3 %. Kept. FSDP2's hooks, 1.3 ms a unit and step as measured, for nothing: to -35.1 %, "
     "fms_acceleration 5.14 to 5.16 %. Kept, and so are experts whose kernels a recomputed block "
-    "starts again (no change of a source's figure). Rows of biases whose gradients torch adds one "
+    "starts again (0.1 points of one source). Rows of biases whose gradients torch adds one "
     "by one for each row of a product (indexing_backward_kernel): the one published time, 0.15 us "
     "a row, makes 1 % of a step of gpt-oss; it would take 1.7 us a row and all tokens at one "
     "expert to explain its runs, and nobody measured that. Dropped.",

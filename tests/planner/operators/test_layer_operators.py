@@ -17,7 +17,12 @@ from meshwright.planner.operators.layer_operators import (
     table,
     unmasked_step_flops,
 )
-from meshwright.planner.operators.operator_table import RECOMPUTES, OperatorTable, Setting
+from meshwright.planner.operators.operator_table import (
+    RECOMPUTES,
+    Operator,
+    OperatorTable,
+    Setting,
+)
 
 S, B, H, A = 2048, 4, 1024, 16
 
@@ -105,6 +110,28 @@ def test_a_chunk_of_logits_by_width_has_the_rows_that_liger_says() -> None:
     weights = 2 * 32000 * 4096
     assert logits[0].moved_bytes - logits[1].moved_bytes == 7 * weights
     assert logits[0].backward_moved_bytes - logits[1].backward_moved_bytes == 7 * 3 * weights
+
+
+def test_sinks_leave_attention_of_16_bits_one_kernel_that_skips_what_windows_hide() -> None:
+    # gpt-oss-20b: 64 heads of 64, every other layer sees the last 128 keys.  Whole layers see half
+    # of 2,048 keys, others 128 but for the first 128 queries, which see half as many.
+    model = resolve_model("gpt-oss-20b")
+    kinds = sorted({layer.kind for layer in model.layers if layer.kind.endswith("block")})
+
+    def cores(**changes: object) -> list[Operator]:
+        tables = [of(model, kind, **changes) for kind in kinds]
+        return [op for each in tables for op in each.operators if op.name == "core"]
+
+    fused = cores()
+    keys = [op.flops / (4 * S * B * 64 * 64) for op in fused]
+    assert sorted(keys) == [128 - 128 * 128 / (2 * S), S / 2]
+    # Nothing of queries times keys moves, where blocks write their scores: in 32 bits, in a part of
+    # a sequence, and of several documents.
+    tensors = 2 * S * B * 64 * (64 + 8 + 8 + 64)
+    assert all(op.moved_bytes < 3 * tensors for op in fused)
+    others = {"precision": "fp32"}, {"context": 2}, {"document_len": 512.0}
+    for changes in others:
+        assert all(op.moved_bytes > 10 * tensors for op in cores(**changes))
 
 
 def test_full_recompute_stores_two_bytes_of_input() -> None:
