@@ -489,6 +489,7 @@ def main(path: str) -> None:
     )
     _coverage(left_out, inside)
     _memory_ranges(left_out)
+    _then_and_now(left_out, inside)
     print("## Adapters, left out\n")
     for line in adapter_lines(left_out):
         print(line)
@@ -875,6 +876,100 @@ FEWEST_JUDGED = 30
 """Timed rows of a class that is held against it."""
 NINE_OF_TEN = 1.645
 """Standard errors within which nine of ten normal draws lie."""
+
+
+def _then_and_now(result: Validation, inside: Mapping[int, bool]) -> None:
+    """Print what predictions missed on 2026-11-28, and what they miss now."""
+    print("## What was missed most, then and now\n")
+    print(
+        "*Then* is of 2026-11-28, on runs that were kept apart where no table here has them; *now* "
+        "is of this page, left out, or of the command in the last column.\n"
+    )
+    rows = (
+        (
+            "natural routing over forced, one layout at 16k, 32k, 64k and 128k tokens",
+            "1.00 (measured 1.24, 1.21, 1.15, 1.09)",
+            ", ".join(f"{ratio:.2f}" for ratio in _routing_ratios(result)),
+            "this page",
+        ),
+        (
+            "mixtures under FSDP2 of transformers, 4,096 tokens (trl_b300)",
+            "50 to 65 % too short",
+            f"{_bias(result, 'trl_b300')} in the mean",
+            "this page",
+        ),
+        (
+            "large products on H100 and on B300, too slow",
+            "8 %; 38 to 71 %",
+            f"{_bias(result, 'dgxc')}; {_bias(result, 'megatron_bridge')} (all boards)",
+            "this page; a law of power was measured and dropped (below)",
+        ),
+        (
+            "words and cells without effect",
+            "release, offload share and nine words of options",
+            "none of 65 words, 53 cells and 37 that nobody reads; the rest is named",
+            "pytest tests/planner/calibration/tables/test_options.py",
+        ),
+        (
+            "memory of strangers: Hugging Face trainers, FSDP, BF16_Optimizer",
+            "12 bytes a logit for about 42; -17 %; -15 to -40 %",
+            ", ".join(
+                f"{name} {_share(_memory_error(result, name))}"
+                for name in ("fms_acceleration", "trl_b300", "bigscience_a100")
+            )
+            + " in the median",
+            "this page",
+        ),
+        (
+            "published layouts that are said not to fit",
+            "Llama-3-405B, DeepSeek-V2, 8B with cp=2, Qwen3-235B from 16k on",
+            "none of 39",
+            "python -m benchmarks.plans_judged",
+        ),
+        (
+            "answers that an expert signs",
+            "5 of 10",
+            "13 of 14, and four of six more (plans-judged.md)",
+            "python -m benchmarks.plans_judged",
+        ),
+        (
+            "inside their 80 % range",
+            "72 %; 56 % of newer sources",
+            _share(_covered(result, inside)),
+            "this page",
+        ),
+        (
+            "regret of tune after five trials on sweeps left out",
+            "4.0 %, nanotron_usp 17 %",
+            "1.0 %, nanotron_usp 1.1 %",
+            "python benchmarks/tune_replay.py TABLE.csv",
+        ),
+    )
+    print("| what | then | now | by |\n|---|---|---|---|")
+    for cells in rows:
+        print("| " + " | ".join(cells) + " |")
+    print()
+
+
+def _routing_ratios(result: Validation) -> list[float]:
+    """Return predicted seconds with natural routing over forced, of rows alike but for it."""
+    steps: dict[object, dict[bool, float]] = defaultdict(dict)
+    for row in result.rows:
+        if row.setup is not None and row.step_time_s and row.measured.source == "moe_zoo":
+            request = row.setup.request
+            natural = request.framework.experts.load_spread > 0
+            steps[request.job, row.setup.layout, request.cluster.name][natural] = row.step_time_s
+    return [each[True] / each[False] for each in steps.values() if len(each) > 1]
+
+
+def _bias(result: Validation, source: str) -> str:
+    score = result.sources[source].step_time if source in result.sources else None
+    return "" if score is None else f"{100 * score.bias:+.0f} %"
+
+
+def _memory_error(result: Validation, source: str) -> float:
+    score = result.sources[source].peak_memory if source in result.sources else None
+    return math.nan if score is None else score.median_abs_error
 
 
 def _memory_ranges(result: Validation) -> None:
