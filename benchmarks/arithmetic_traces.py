@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -51,6 +52,7 @@ from meshwright.runtime.core.mesh import Place, place_of
 from meshwright.runtime.engine.language_model import adapter_of
 from meshwright.runtime.models import huggingface
 from meshwright.runtime.models.family_adapter import next_token_loss
+from meshwright.runtime.parallel import sink_attention
 from meshwright.runtime.parallel import softcap_attention as capped
 from meshwright.runtime.parallel.tensor_parallel import divide
 from meshwright.runtime.techniques.activation_checkpointing import wrapped
@@ -109,9 +111,10 @@ that the runtime trains are its own layers; of others the modules are those of `
 divided in the runtime's styles: GPT-2 at tensor parallel 2 with Linears for its transposed weights,
 positions of BERT, GPT-2 and OPT looked up for a rank's share. Attention whose values are narrower
 than its keys (DeepSeek-V3) takes the fused kernel that torch has for CUDA. Attention of
-Gemma-2 (soft-capped) and GPT-OSS (sinks) runs in blocks and is an operator of its own; what it
-does inside is counted. GPT-J, Bloom, MPT and Falcon-7B write their scores, as `transformers` has
-them. A vocabulary that the tensor degree does not divide is made larger by one.
+Gemma-2 (soft-capped) runs in blocks and is an operator of its own; what it does inside is counted.
+That of GPT-OSS (sinks) is counted as a device's kernel skips keys outside of a window. GPT-J,
+Bloom, MPT and Falcon-7B write their scores, as `transformers` has them. A vocabulary that the
+tensor degree does not divide is made larger by one.
 """
 Made = tuple[dict[str, nn.Module], Callable[[Tensor, Tensor], Tensor]]
 """A layer of each kind, and the loss behind the head."""
@@ -121,6 +124,13 @@ CAPPED = {
     torch.ops.meshwright.capped_attention: capped._over_blocks._init_fn,
     torch.ops.meshwright.capped_attention_backward: capped._grads_over_blocks._init_fn,
 }
+
+
+WITH_SINKS = {
+    torch.ops.meshwright.sink_attention: 2,
+    torch.ops.meshwright.sink_attention_backward: 5,
+}
+"""Products of queries and keys in each, by kernels of a device that skip what windows hide."""
 
 
 class Flops(TorchDispatchMode):
@@ -143,7 +153,11 @@ class Flops(TorchDispatchMode):
             with self:
                 return func.decompose(*args, **kwargs)
         out = func(*args, **kwargs)
-        if packet is aten._scaled_dot_product_flash_attention_for_cpu:
+        if packet in WITH_SINKS:
+            samples, heads, length, width = args[0].shape
+            keys = sum(min(place + 1, args[-1] or length) for place in range(length))
+            self.count += 2.0 * WITH_SINKS[packet] * samples * heads * keys * width
+        elif packet is aten._scaled_dot_product_flash_attention_for_cpu:
             q, k, v = args[:3]
             causal = (len(args) > 4 and args[4]) or kwargs.get("is_causal", False)
             self.count += sdpa_flop_count(q.shape, k.shape, v.shape) * (0.5 if causal else 1)
@@ -255,7 +269,8 @@ def without_data(model: ModelGraph, setting: Setting) -> Iterator[Any]:
             model, [list(kinds)], seq_len=setting.seq_len, mesh=Mesh(tensor=setting.tensor)
         )
         place = place_of(plan, CPU)
-        with _shapes_apart(), FakeTensorMode(), _NoValues():
+        on_device = patch.object(sink_attention, "applies", lambda *_: True)
+        with _shapes_apart(), FakeTensorMode(), _NoValues(), on_device:
             if trained(model) and obstacle(model, plan.job, plan.layout) is None:
                 yield partial(_runtime_layers, model, plan, place, kinds)
             else:

@@ -293,6 +293,9 @@ class Loss(Part):
     """Softmax and its gradient are one kernel that overwrites stored logits."""
     fused_bytes: Amount = 0.0
     """Bytes per logit at the peak of such a kernel; 0: `peak_bytes`."""
+    chunks: Literal["rows", "width"] = "rows"
+    """A chunked loss has the logits of a layout's number of rows at once, or of so many that their
+    elements are no more than its inputs' (Liger)."""
     divided: Flag = True
     """With tensor parallelism the loss works on its shard of the vocabulary; else on all of it."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-from meshwright.planner.architectures.parameters import WIDE_QK_NORM, slides
+from meshwright.planner.architectures.parameters import SINKS, WIDE_QK_NORM, slides
 from meshwright.planner.operators.operator_table import FP32, Operator, Setting, larger, smaller
 from meshwright.planner.operators.operators import (
     elementwise,
@@ -53,6 +53,12 @@ CAP_PASSES = (16.0, 68.0)
 slope."""
 IN_BLOCKS = ("gemma2", "gpt_oss")
 """Families whose scores are capped or share their softmax with a sink (softcap_attention.py)."""
+SINK_KERNELS = 5
+"""Kernels of fused attention with sinks: its own, and those of log-sums and of the factor."""
+SINK_PASSES = (8.0, 24.0)
+"""Bytes that each element of its output moves beside them, forward and backward: multiplied in
+place and brought into the order of positions; with its gradient in fp32 for that of the sinks, and
+the gradient of queries in that order (sink_attention.py)."""
 
 
 def attention(a: Architecture, kind: str, setting: Setting, source: str) -> list[Operator]:
@@ -123,6 +129,7 @@ def attention(a: Architecture, kind: str, setting: Setting, source: str) -> list
     # Partly rotated tensors are stored head by head, and so is the core; Phi-3 and GPT-OSS join
     # tensors that they rotated whole.
     by_heads = bool(a.rotary_dim) or a.family in ("phi3", "gpt_oss")
+    by_heads = by_heads and not _fuses_sinks(a, setting)
     if by_heads and kernels.scores == "module" and not kernels.compiled:
         merged = "core_merged"
         operators.append(elementwise(kernels, merged, ("core",), query))
@@ -299,6 +306,7 @@ def _fused_attention(
     FLOPs: 2 products of 2 b s (keys per query) a d, and a causal mask skips half of the keys.
     """
     q, k, v = inputs
+    e = setting.element_bytes
     operators = []
     saved: tuple[str, ...] = ("log_sum",)
     attended, kernels, workspace, scores = _keys_per_query(a, setting.attended_len), 1, 0.0, 0.0
@@ -322,15 +330,11 @@ def _fused_attention(
         # are merged in fp32, half of the queries at a time.
         kernels = 16
         workspace = out + 1.5 * out * FP32 / setting.element_bytes
-    if a.family in IN_BLOCKS and setting.kernels.scores == "module":
-        # Such scores have a kernel of their own (runtime/parallel/softcap_attention.py), block by
-        # block.
-        span = window(a, kind, setting.seq_len)
-        rows = _rows(setting)
-        # A block computes its last query's keys for all of its queries.
-        attended = span - span**2 / (2.0 * setting.seq_len)
-        attended += rows * (1 - span / (2.0 * setting.seq_len))
-        kernels, workspace = _softcap_costs(a, setting, span)
+    with_sinks = setting.kernels.scores == "module" and _fuses_sinks(a, setting)
+    if with_sinks:
+        attended, kernels, workspace = _skipping(a, kind, setting), SINK_KERNELS, 2 * FP32 * out / e
+    elif a.family in IN_BLOCKS and setting.kernels.scores == "module":
+        attended, kernels, workspace = _in_blocks(a, kind, setting)
         scores = setting.tokens * a.heads / setting.tensor * attended
     elif setting.kernels.scores == "module" and _is_masked(a, kind, setting):
         kernels, workspace = 1, 0.0
@@ -359,7 +363,7 @@ def _fused_attention(
     core = "core_heads" if divided == "heads" else "core"
     log_sum = setting.tokens * a.heads / setting.tensor * FP32
     passes = _passes(a, setting)
-    moved = _fused_traffic(setting.kernels, query + key + value + out)
+    moved = _fused_traffic(setting.kernels, query + key + value + out, with_sinks * out / e)
     operators.append(
         Operator(
             name="core",
@@ -380,14 +384,30 @@ def _fused_attention(
     return operators
 
 
-def _fused_traffic(kernels: KernelSettings, tensors: float) -> tuple[float, float]:
+def _in_blocks(a: Architecture, kind: str, setting: Setting) -> tuple[float, int, float]:
+    """Return keys per query, kernels and working memory of attention that writes a block's scores
+    (runtime/parallel/softcap_attention.py).
+
+    A block computes its last query's keys for all of its queries.
+    """
+    span, rows = window(a, kind, setting.seq_len), _rows(setting)
+    attended = span - span**2 / (2.0 * setting.seq_len)
+    attended += rows * (1 - span / (2.0 * setting.seq_len))
+    return attended, *_softcap_costs(a, setting, span)
+
+
+def _fused_traffic(
+    kernels: KernelSettings, tensors: float, weighed: float = 0.0
+) -> tuple[float, float]:
     """Return the traffic of fused attention whose tensors have these bytes, in both passes.
 
     In 8 bits they are cast before it, and what it makes is cast back; backward their gradients.
+    `weighed` elements of its output are multiplied by what a sink leaves of them.
     """
     tensor_bytes = tensors if kernels.core_traffic else 0.0
     casts = NARROWED * tensors if kernels.narrow_core else 0.0
-    return tensor_bytes + casts, 2 * tensor_bytes + casts
+    sinks = SINK_PASSES[0] * weighed, SINK_PASSES[1] * weighed
+    return tensor_bytes + casts + sinks[0], 2 * tensor_bytes + casts + sinks[1]
 
 
 def _repeat_heads(inputs: tuple[str, str], key: float, value: float) -> Operator:
@@ -569,6 +589,18 @@ def _rows(setting: Setting) -> float:
 def window(a: Architecture, kind: str, seq_len: int) -> int:
     """Tokens that a query may attend to."""
     return min(seq_len, a.sliding_window) if slides(kind) else seq_len
+
+
+def _fuses_sinks(a: Architecture, setting: Setting) -> bool:
+    """Return True if a fused kernel computes attention with sinks
+    (runtime/parallel/sink_attention.py), which has none in 32 bits, nor of divided sequences or of
+    several documents."""
+    return (
+        a.family in SINKS
+        and setting.element_bytes != FP32
+        and not setting.divides_sequence
+        and setting.document_len is None
+    )
 
 
 def _is_masked(a: Architecture, kind: str, setting: Setting) -> bool:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from meshwright.planner.operators.kernels import MODULES
 from meshwright.planner.operators.operator_table import (
@@ -186,12 +189,7 @@ def head(a: Architecture, setting: Setting) -> OperatorTable:
         weights=width * outputs / t,
     )
     if setting.loss is not None and not a.classes:
-        # In fp32; what they were made from or become, where that is in 16 bits; a cap's slope.
-        each = FP32 + (e if e != FP32 else 0) + FP32 * (a.family == "gemma2")
-        chunk = each * smaller(float(setting.loss.rows), rows) * outputs / t
-        sizes = (rows * width + width * outputs / t) * e
-        product = replace(product, frozen=setting.kernels.frozen is not None)
-        operators += chunked_loss(product, setting.loss, logits, chunk, sizes)
+        operators += _loss_in_chunks(a, setting, product, logits=logits, rows=rows, width=width)
         return OperatorTable("head", tuple(operators), input_bytes=share, output="loss")
     kernels = setting.kernels
     if kernels is MODULES:
@@ -271,6 +269,33 @@ def _logits_operators(a: Architecture, size: float) -> list[Operator]:
     return []
 
 
+def _chunk_rows(setting: Setting, rows: float, widening: float) -> float:
+    """Return the rows whose logits exist at once; logits are `widening` times as wide as inputs.
+
+    Liger cuts them into as many chunks as let a chunk's logits have no more elements than all
+    inputs, of a power of two of rows (Liger-Kernel, ops/fused_linear_cross_entropy.py, inc_factor).
+    """
+    assert setting.loss is not None
+    if not setting.kernels.chunks_by_width:
+        return smaller(float(setting.loss.rows), rows)
+    fewest = np.ceil(rows / math.ceil(widening))
+    return smaller(2.0 ** np.ceil(np.log2(fewest)), rows)
+
+
+def chunked_product(product: Operator, chunks: float, *, weight_bytes: float) -> Operator:
+    """Return the output projection with the traffic of its weights in each further chunk of rows.
+
+    Each chunk reads the weights for its logits and for its inputs' gradient, and reads and writes
+    the gradient of the weights to add its own.
+    """
+    again = (chunks - 1) * weight_bytes
+    return replace(
+        product,
+        moved_bytes=product.moved_bytes + again,
+        backward_moved_bytes=product.backward_moved_bytes + (1 if product.frozen else 3) * again,
+    )
+
+
 def _summed_gradient(source: str, size: float) -> Operator:
     """Each rank's columns give a part of the gradient of what all of them multiplied."""
     return Operator(
@@ -302,6 +327,27 @@ def _as_trained(setting: Setting, product: Operator, source: str) -> Operator:
     return replace(
         product, saved=saved, frozen=kernels.frozen is not None, backward_moved_bytes=moved
     )
+
+
+def _loss_in_chunks(
+    a: Architecture,
+    setting: Setting,
+    product: Operator,
+    *,
+    logits: float,
+    rows: float,
+    width: float,
+) -> list[Operator]:
+    """The output projection of `rows` of this width, and its loss, a chunk of rows at a time."""
+    assert setting.loss is not None
+    e = setting.element_bytes
+    chunk_rows = _chunk_rows(setting, rows, a.vocab_size / width)
+    # In fp32; what they were made from or become, where that is in 16 bits; a cap's slope.
+    each = FP32 + (e if e != FP32 else 0) + FP32 * (a.family == "gemma2")
+    product = replace(product, frozen=setting.kernels.frozen is not None)
+    product = chunked_product(product, np.ceil(rows / chunk_rows), weight_bytes=product.weights * e)
+    working, gradients = each * chunk_rows * (logits / rows), (rows * width + product.weights) * e
+    return chunked_loss(product, setting.loss, logits, working, gradients)
 
 
 def chunked_loss(

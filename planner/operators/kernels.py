@@ -58,6 +58,8 @@ class KernelSettings:
     """Bytes per logit at the peak of a loss that is one operator; 0: the modules' own loss."""
     divided_logit_bytes: float = 0.0
     """The same for a rank's own logits; 0: the same number."""
+    chunks_by_width: bool = False
+    """A chunk of a chunked loss has logits of as many elements as all its inputs have."""
     divided_loss: bool = True
     """The loss works on a rank's share of the vocabulary."""
     backward_traffic: float = 0.0
@@ -158,6 +160,7 @@ def kernels_of(
         large_only=precision in EIGHT_BITS and framework.eight_bit.eligible == "large",
         peak_logit_bytes=_peak_logit_bytes(framework.loss),
         divided_logit_bytes=framework.loss.divided_bytes,
+        chunks_by_width=framework.loss.chunks == "width",
         divided_loss=framework.loss.divided,
         backward_traffic=rule.backward_traffic,
         narrow_core=precision in EIGHT_BITS and rule.eight_bit_attention,

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from meshwright.planner.architectures.parameters import (
     OPT_POSITION_OFFSET,
     norm_parameters,
@@ -29,6 +31,7 @@ from meshwright.planner.documents.cluster import EIGHT_BITS
 from meshwright.planner.operators.attention import attention, attention_width, window
 from meshwright.planner.operators.embedding_and_head import (
     chunked_loss,
+    chunked_product,
     embedding,
     embedding_width,
     head,
@@ -538,8 +541,10 @@ def _logits_in_chunks(
         weights=weights,
     )
     each = FP32 + (e if e != FP32 else 0)
-    chunk = each * smaller(float(loss.rows), rows) * logits.outputs
-    chunks = chunked_loss(product, loss, whole, chunk, hidden + weights * e)
+    at_once = smaller(float(loss.rows), rows)
+    product = chunked_product(product, np.ceil(rows / at_once), weight_bytes=weights * e)
+    working = each * at_once * logits.outputs
+    chunks = chunked_loss(product, loss, whole, working, hidden + weights * e)
     return OperatorTable(
         kind=layer.kind, operators=(before, *chunks), input_bytes=hidden, output="loss"
     )

@@ -4,9 +4,10 @@
     p = softmax(s) over the keys that a query sees, and over the head's sink if it has one
 
 A sink is a score of its own, one parameter per head, that takes part in the softmax and has no
-value.  Fused kernels have neither, so queries are taken in blocks: nothing of all queries times all
-keys is ever written out.  Forward keeps outputs and log-sums; backward makes each block's scores
-again.  A query sees the keys up to its own position, in a layer with a window only the last ones.
+value.  Fused kernels have neither.  What they can compute of sinks is theirs (`sink_attention`).
+Else queries are taken in blocks: nothing of all queries times all keys is ever written out.
+Forward keeps outputs and log-sums; backward makes each block's scores again.  A query sees the keys
+up to its own position, in a layer with a window only the last ones.
 Queries may be this rank's part of a sequence (runtime.parallel.context_parallel); keys are always
 all of it.
 """
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from meshwright.runtime.core.mesh import Context
+from meshwright.runtime.parallel import sink_attention
 from meshwright.runtime.parallel.context_parallel import gather_keys
 
 BLOCK = 512
@@ -46,6 +48,13 @@ def attention(
     """
     if context.degree > 1:
         key, value = gather_keys(key, value, context)
+    elif (
+        sinks is not None
+        and not cap
+        and starts is None
+        and sink_attention.applies(query, value, window)
+    ):
+        return sink_attention.attention(query, key, value, sinks, scale=scale, window=window)
     return _CappedAttention.apply(query, key, value, sinks, starts, context, scale, cap, window)
 
 

@@ -36,6 +36,7 @@ KEPT_OPERATORS = (
     "meshwright.context_attention",
     "meshwright.document_attention",
     "meshwright.capped_attention",
+    "meshwright.sink_attention",
     "meshwright.grouped_product",
     "_c10d_functional.reduce_scatter_tensor",
     "_c10d_functional.all_to_all_single",

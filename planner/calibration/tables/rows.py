@@ -29,6 +29,7 @@ from meshwright.planner.calibration.tables.cells import (
 from meshwright.planner.calibration.tables.figures import architecture_of_row
 from meshwright.planner.calibration.tables.machines import cluster_of_row
 from meshwright.planner.calibration.tables.options import RunOptions, options_of_row
+from meshwright.planner.calibration.tables.unread import unread_cells
 from meshwright.planner.catalog import framework_name, frameworks
 from meshwright.planner.documents.cluster import EIGHT_BITS, ClusterSpec, Precision
 from meshwright.planner.documents.document import read_table
@@ -313,7 +314,8 @@ def _shard_in_node(cluster: ClusterSpec, data: int, context: int, *, others: int
 
 
 def _not_as_stated(row: Row, framework: Framework, facts: Facts) -> Iterator[str]:
-    """Yield a row's properties that differ from the priced ones: parameters, 8-bit scales."""
+    """Yield a row's properties that differ from the priced ones: parameters, 8-bit scales, and all
+    that its cells say beyond what is read of them."""
     model, scales, rule = (
         facts.model,
         facts.layout.scales if facts.layout else "",
@@ -324,6 +326,9 @@ def _not_as_stated(row: Row, framework: Framework, facts: Facts) -> Iterator[str
     stated = number(row, "n_params")
     if stated and abs(model.parameters / stated - 1) > PARAMETERS_DIFFER:
         yield f"{model.parameters:.3g} parameters by the figures, though n_params is {stated:.3g}"
+    has_experts = model.architecture is not None and model.architecture.experts is not None
+    adapted = facts.job.lora is not None
+    yield from unread_cells(row, has_experts=has_experts, has_adapters=adapted)
 
 
 def _adapters(task: str, framework: Framework, had: RunOptions, *, quantised: bool) -> Lora | None:
@@ -350,7 +355,7 @@ def _options_of_run(
         *usual_of_release(framework, row.get("release", "")),
         *had.framework,
     ]
-    assumed += _not_as_stated(row, framework, facts)
+    assumed += [text for text in _not_as_stated(row, framework, facts) if text not in assumed]
     accelerator = facts.cluster.groups[0].accelerator if facts.cluster else None
     measured = accelerator.kernels.eight_bit_attention if accelerator else {}
     if "fp8-attention" in options and facts.job.precision not in measured:

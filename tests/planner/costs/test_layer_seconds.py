@@ -199,6 +199,25 @@ def test_python_of_a_block_and_of_tensor_parallelism_by_hand() -> None:
     assert host(framework, "head") == (0.0, 0.0, 0.0)
 
 
+def test_a_recomputed_block_starts_the_kernels_of_its_experts_again() -> None:
+    mixture, framework = resolve_model("mixtral-8x7b"), frameworks()["megatron"]
+    each = framework.host
+    block = next(layer for layer in mixture.layers if layer.kind == "moe_block")
+    operators = table(mixture, block, setting())
+
+    took = host_passes(
+        framework,
+        operators,
+        setting(),
+        passes(operators, "full", GPU),
+        recompute="full",
+        devices_per_node=8,
+    )
+
+    assert took.forward_s == pytest.approx(each.layer_s.forward + each.experts_s / 2)
+    assert took.recompute_s == pytest.approx(took.forward_s)
+
+
 def test_checks_of_collectives_add_to_each_of_a_divided_blocks_collectives_by_hand() -> None:
     plain, checked = frameworks()["nanotron"], framework("nanotron+checked-collectives")
     each = checked.host.checked_s

@@ -8,15 +8,21 @@ from meshwright.planner.architectures.architecture import graph_of
 from meshwright.planner.catalog.expressions import resolve_model
 from meshwright.planner.documents.framework import NATURAL_SPREAD
 from meshwright.planner.documents.model import Architecture, Layer, LayerTrace, ModelGraph
+from meshwright.planner.documents.profile import ChunkedLoss
 from meshwright.planner.operators.expert_routing import Routing
-from meshwright.planner.operators.kernels import MODULES
+from meshwright.planner.operators.kernels import MODULES, KernelSettings
 from meshwright.planner.operators.layer_operators import (
     local_parameters,
     step_flops,
     table,
     unmasked_step_flops,
 )
-from meshwright.planner.operators.operator_table import RECOMPUTES, OperatorTable, Setting
+from meshwright.planner.operators.operator_table import (
+    RECOMPUTES,
+    Operator,
+    OperatorTable,
+    Setting,
+)
 
 S, B, H, A = 2048, 4, 1024, 16
 
@@ -80,6 +86,52 @@ def test_ranks_beyond_the_heads_of_keys_gather_the_projection_and_keep_their_own
     # The same work otherwise: weights are divided all the same.
     divided = of(gpt(kv_heads=2), "block", tensor=t)
     assert layer.forward_flops == divided.forward_flops
+
+
+def test_a_chunk_of_logits_by_width_has_the_rows_that_liger_says() -> None:
+    # Liger-Kernel's own example, beside inc_factor of ops/fused_linear_cross_entropy.py: 4 x 4,096
+    # tokens, 32,000 words, width 4,096 give 8 chunks of 2,048 rows.  A row of a chunk has logits in
+    # 16 and in 32 bits, 6 bytes a word.
+    model = gpt(hidden_size=4096, vocab_size=32000)
+    loss = ChunkedLoss(gradients="precomputed")
+    by_width, once = (
+        of(model, "head", seq_len=4096, loss=each, kernels=kernels)
+        for each, kernels in (
+            (loss, KernelSettings(chunks_by_width=True)),
+            (ChunkedLoss(rows=16384, gradients="precomputed"), MODULES),
+        )
+    )
+
+    working = max(operator.workspace_bytes for operator in by_width.operators)
+    assert working == 6 * 2048 * 32000
+    # Seven more chunks read 262 MB of weights for logits; backward once more, and their sum is read
+    # and written.
+    logits = [each.operators[-3] for each in (by_width, once)]
+    weights = 2 * 32000 * 4096
+    assert logits[0].moved_bytes - logits[1].moved_bytes == 7 * weights
+    assert logits[0].backward_moved_bytes - logits[1].backward_moved_bytes == 7 * 3 * weights
+
+
+def test_sinks_leave_attention_of_16_bits_one_kernel_that_skips_what_windows_hide() -> None:
+    # gpt-oss-20b: 64 heads of 64, every other layer sees the last 128 keys.  Whole layers see half
+    # of 2,048 keys, others 128 but for the first 128 queries, which see half as many.
+    model = resolve_model("gpt-oss-20b")
+    kinds = sorted({layer.kind for layer in model.layers if layer.kind.endswith("block")})
+
+    def cores(**changes: object) -> list[Operator]:
+        tables = [of(model, kind, **changes) for kind in kinds]
+        return [op for each in tables for op in each.operators if op.name == "core"]
+
+    fused = cores()
+    keys = [op.flops / (4 * S * B * 64 * 64) for op in fused]
+    assert sorted(keys) == [128 - 128 * 128 / (2 * S), S / 2]
+    # Nothing of queries times keys moves, where blocks write their scores: in 32 bits, in a part of
+    # a sequence, and of several documents.
+    tensors = 2 * S * B * 64 * (64 + 8 + 8 + 64)
+    assert all(op.moved_bytes < 3 * tensors for op in fused)
+    others = {"precision": "fp32"}, {"context": 2}, {"document_len": 512.0}
+    for changes in others:
+        assert all(op.moved_bytes > 10 * tensors for op in cores(**changes))
 
 
 def test_full_recompute_stores_two_bytes_of_input() -> None:

@@ -229,6 +229,50 @@ def test_every_word_is_tried_or_says_what_is_so_anyway() -> None:
     assert tried.isdisjoint(RESTATED)
 
 
+UNREAD = {
+    "task": "dora",
+    "attention": "nsa mha",
+    "precision": "bf16+fp8",
+    "offload": "disk params+nvme",
+    "recompute": "selective+mlp recompute-5-layers",
+    "intra_link": "pcie5 ualink none",
+    "sequence_parallel": "ulysses 2",
+    "compiled": "reduce-overhead",
+    "flash_attention": "3 xformers",
+    "gated_mlp": "relu2",
+    "tp": "0 1.5",
+    "dp": "3",
+    "seq_len": "4096.5",
+    "inter_gb_per_s_per_device": "0",
+    "n_shared_experts": "5",
+    "framework": "hf-sft-trainer+warp-drive",
+    "release": "banana 2024 torch-2.9/warp-9",
+    "basis": "options=guess hello",
+    "memory_kind": "peak",
+    "memory_rank": "3",
+    "options": (
+        "recompute-99-layers lora-rank-8 alltoall+deepep fp8-current+fp8-blockwise "
+        "tp-overlap+no-tp-overlap fsdp1+fsdp2"
+    ),
+}
+"""Cells of which a part says nothing to a prediction, or contradicts others."""
+
+
+@pytest.mark.parametrize(
+    ("column", "value"), [(name, each) for name, cells in UNREAD.items() for each in cells.split()]
+)
+def test_what_a_cell_says_beyond_what_is_read_is_named_once(column: str, value: str) -> None:
+    base = ROW | {"framework": "hf-sft-trainer", "zero_stage": "3", "basis": "", "options": ""}
+
+    having, without = setup_of({**base, column: value}), setup_of(base)
+
+    assert isinstance(without, Setup)
+    if isinstance(having, Setup):
+        named = set(having.assumed) - set(without.assumed)
+        assert named
+        assert len(having.assumed) == len(set(having.assumed))
+
+
 GPT_OSS = {
     "layers": "24",
     "hidden_size": "2880",
