@@ -210,6 +210,7 @@ SENT = {
     ("peer_restore.py", "recv"): HERE,
     ("training_loop.py", "broadcast"): HERE,
     ("script_keeper.py", "broadcast"): HERE,
+    ("script_keeper.py", "all_reduce"): HERE,
     ("packed_weights.py", "all_reduce"): HERE,
     ("loader.py", "all_reduce"): HERE,
     ("float8.py", "all_reduce"): HERE,
