@@ -565,7 +565,12 @@ def _data(config: ParsedConfig, cluster: ClusterSpec, assumed: list[str]) -> tup
     """Return data-parallel groups, ranks of each that shard, and the ZeRO stage."""
     devices = config.devices or cluster.devices
     others = config.tensor * config.pipeline * config.context
-    if devices % others and not cluster.devices % others:
+    experts = config.expert * config.expert_tensor
+
+    def divides(ranks: int) -> bool:
+        return not (ranks % others or ranks // config.pipeline % experts)
+
+    if not divides(devices) and divides(cluster.devices):
         assumed.append(f"all {cluster.devices} devices of the cluster: {devices} ranks are started")
         devices = cluster.devices
     if devices > cluster.devices:
