@@ -266,6 +266,10 @@ def _started_by(config: ParsedConfig, started: ParsedConfig, *, says_type: bool)
             "starts Megatron in a trainer, which is not followed; "
             "give the script that runs it alone",
         )
+    accumulated = started.micro_batches
+    if accumulated is not None and accumulated != config.micro_batches:
+        word = f"accelerate's gradient_accumulation_steps={accumulated}"
+        config = replace(config, unknown=[*config.unknown, word])
     if config.zero:
         return replace(config, devices=started.devices, unknown=[*config.unknown, *started.unknown])
     return replace(
