@@ -266,6 +266,10 @@ def _started_by(config: ParsedConfig, started: ParsedConfig, *, says_type: bool)
             "starts Megatron in a trainer, which is not followed; "
             "give the script that runs it alone",
         )
+    accumulated = started.micro_batches
+    if accumulated is not None and accumulated != config.micro_batches:
+        word = f"accelerate's gradient_accumulation_steps={accumulated}"
+        config = replace(config, unknown=[*config.unknown, word])
     if config.zero:
         return replace(config, devices=started.devices, unknown=[*config.unknown, *started.unknown])
     return replace(
@@ -565,7 +569,12 @@ def _data(config: ParsedConfig, cluster: ClusterSpec, assumed: list[str]) -> tup
     """Return data-parallel groups, ranks of each that shard, and the ZeRO stage."""
     devices = config.devices or cluster.devices
     others = config.tensor * config.pipeline * config.context
-    if devices % others and not cluster.devices % others:
+    experts = config.expert * config.expert_tensor
+
+    def divides(ranks: int) -> bool:
+        return not (ranks % others or ranks // config.pipeline % experts)
+
+    if not divides(devices) and divides(cluster.devices):
         assumed.append(f"all {cluster.devices} devices of the cluster: {devices} ranks are started")
         devices = cluster.devices
     if devices > cluster.devices:

@@ -46,6 +46,7 @@ from meshwright.runtime.parallel.trial_weights import (
     part_in_place,
     random_weight,
     shared_numbers,
+    windowed_products,
 )
 from meshwright.runtime.tracing.tracer import has_data
 
@@ -390,6 +391,8 @@ class DivisionTrial:
             return self._kept[path]
         if flow.calls.get(path, 1) > 1:
             return f"is called {flow.calls[path]} times"
+        if path in flow.others:
+            return "returns more than one tensor, or is given its input by name"
         return ""
 
     # --- trials ---
@@ -480,7 +483,7 @@ class DivisionTrial:
         args, kwargs = tree_map(own_leaf, given)
         torch.manual_seed(0)
         try:
-            with _errors_as_reasons():
+            with _errors_as_reasons(), windowed_products(twin):
                 twin(*args, **kwargs)
         except Indivisible as error:
             raise Indivisible(f"{TRIED[0]}: {error}; {ON_A_PART}") from error

@@ -30,7 +30,7 @@ from meshwright.planner.errors import RecordError
 from meshwright.runtime.core.local_parts import on_local_parts, to_local
 from meshwright.runtime.parallel.tensor_collectives import Across, AxisEntry, part_of_dropout
 from meshwright.runtime.parallel.tensor_parallel import table_rows
-from meshwright.runtime.parallel.trial_weights import deepcopy_unit
+from meshwright.runtime.parallel.trial_weights import deepcopy_unit, windowed_products
 from meshwright.runtime.techniques import lora
 from meshwright.runtime.techniques.split_backward import linear
 
@@ -293,6 +293,8 @@ class Flow:
     calls: dict[str, int]
     looked_up: dict[str, int]
     """Rows that a table gives at most for one sample."""
+    others: set[str]
+    """Modules of a product's class whose own forward returns no single tensor, such as a router."""
 
 
 def flow_of(unit: nn.Module, given: Any) -> Flow:
@@ -305,13 +307,20 @@ def flow_of(unit: nn.Module, given: Any) -> Flow:
     looked_up: dict[str, int] = {}
     outputs: dict[Any, str] = {}
     inputs: dict[str, Any] = {}
+    others: set[str] = set()
     for path, part in twin.named_modules():
         if isinstance(part, PRODUCTS):
 
             def product(_: Any, args: Any, out: Any, path: str = path) -> None:
                 calls[path] = calls.get(path, 0) + 1
-                inputs.setdefault(path, args[0].grad_fn if args else None)
-                outputs[out.grad_fn] = path
+                given = args[0] if args else None
+                if not (isinstance(given, Tensor) and isinstance(out, Tensor)):
+                    others.add(path)
+                    given = None
+                inputs.setdefault(path, None if given is None else given.grad_fn)
+                for leaf in tree_leaves(out):
+                    if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                        outputs[leaf.grad_fn] = path
 
             part.register_forward_hook(product)
         elif isinstance(part, nn.Embedding):
@@ -326,7 +335,9 @@ def flow_of(unit: nn.Module, given: Any) -> Flow:
     args, kwargs = tree_map(own_leaf, given)
     try:
         torch.manual_seed(0)
-        made = [leaf for leaf in tree_leaves(twin(*args, **kwargs)) if isinstance(leaf, Tensor)]
+        with windowed_products(twin):
+            results = tree_leaves(twin(*args, **kwargs))
+        made = [leaf for leaf in results if isinstance(leaf, Tensor)]
     except Exception as error:  # the user's code on random numbers may fail in any way
         line = (str(error).splitlines() or [""])[0]
         raise Indivisible(
@@ -341,7 +352,7 @@ def flow_of(unit: nn.Module, given: Any) -> Flow:
     for result in made:
         for path in _nearest(result.grad_fn, outputs):
             behind[path].add("")
-    return Flow(order, before, behind, calls, looked_up)
+    return Flow(order, before, behind, calls, looked_up, others)
 
 
 def _nearest(fn: Any, outputs: Mapping[Any, str]) -> set[str]:

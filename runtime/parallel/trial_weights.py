@@ -8,8 +8,9 @@ it, so that parts of it are compared, and added up, as the gradient itself would
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -23,10 +24,17 @@ LARGE = 1 << 20
 """Numbers of a matrix or table from which on it slides over fewer."""
 STRIDE = 17
 """From a row of a large weight to the next: coprime to the sizes of heads."""
+STACK_STRIDE = 5
+"""From a matrix of a large stack to the next: coprime to STRIDE."""
 SUMS = 4
 """Number of sums of each row or column of a large gradient."""
 MOST_SIGNS = 1 << 20
 """Length of a row from which on there is one sum instead of SUMS."""
+ROWS_LOOKED_AT = 16
+"""Rows of a gradient among which the largest number is looked for."""
+
+GROUPED_PRODUCTS = getattr(torch, "_grouped_mm", None)
+"""torch's product of groups of rows with a stack of matrices, one each."""
 
 
 def random_weight(shape: Sequence[int], *, dense: bool = False) -> Tensor:
@@ -41,8 +49,12 @@ def random_weight(shape: Sequence[int], *, dense: bool = False) -> Tensor:
     if dense or count < LARGE or columns <= STRIDE:
         return torch.randn(tuple(shape)) / math.sqrt(columns)
     inner = torch.empty(shape[1:], device="meta").stride()
-    numbers = torch.randn((shape[0] - 1) * STRIDE + columns) / math.sqrt(columns)
-    return numbers.as_strided(tuple(shape), (STRIDE, *inner))
+    strides = (STRIDE, *inner)
+    if len(shape) > 2 and columns >= LARGE and inner[0] > STRIDE:  # a stack of large matrices
+        strides = (STACK_STRIDE, STRIDE, *inner[1:])
+    last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    numbers = torch.randn(last + 1) / math.sqrt(columns)
+    return numbers.as_strided(tuple(shape), strides)
 
 
 def is_overlapping(weight: Tensor) -> bool:
@@ -102,14 +114,35 @@ class WeightGradient:
         sums = {}
         for dim in (0, 1):
             rows = grad.movedim(dim, 0).reshape(grad.shape[dim], -1)
-            count = SUMS if rows.shape[1] < MOST_SIGNS else 1
-            made = rows @ _signs(rows.shape[1], count)
+            made = rows @ _signs_of_row(rows.shape[1])
             sums[dim] = made if dim == 0 else made.t()
         return cls(None, sums, _largest(grad))
+
+    @classmethod
+    def of_product(cls, grad: Tensor, x: Tensor) -> WeightGradient:
+        """Return sums of the gradient of a product's weight, from those of its outputs and x.
+
+        Both are [row, feature].  The largest number is that of the rows of the gradient whose
+        outputs have the largest ones.
+        """
+        along_rows = grad.t() @ (x @ _signs_of_row(x.shape[1]))
+        along_columns = (grad @ _signs_of_row(grad.shape[1])).t() @ x
+        strongest = grad.norm(dim=0).topk(min(ROWS_LOOKED_AT, grad.shape[1])).indices
+        largest = _largest(grad[:, strongest].t() @ x)
+        return cls(None, {0: along_rows, 1: along_columns}, largest)
+
+    def plus(self, other: WeightGradient) -> WeightGradient:
+        """Return sums of what both are sums of; its largest number is theirs at most."""
+        sums = {dim: values + other.sums[dim] for dim, values in self.sums.items()}
+        return WeightGradient(None, sums, self.largest + other.largest)
 
 
 def _largest(values: Tensor) -> float:
     return max(map(abs, map(float, torch.aminmax(values)))) if values.numel() else 0.0
+
+
+def _signs_of_row(length: int) -> Tensor:
+    return _signs(length, SUMS if length < MOST_SIGNS else 1)
 
 
 def _signs(rows: int, columns: int) -> Tensor:
@@ -119,8 +152,17 @@ def _signs(rows: int, columns: int) -> Tensor:
     return (2.0 * signs - 1) / math.sqrt(max(1, rows))
 
 
-class _SparseTables(TorchFunctionMode):
-    """Lets the gradient of a large table be that of the rows that are read."""
+class WindowedProducts(TorchFunctionMode):
+    """Computes with large weights that slide over few numbers, and never makes one of them whole.
+
+    A product takes a few of its rows at a time, and notes the sums of its weight's gradient in
+    place of the gradient.  The gradient of a table is that of the rows that are read.
+    """
+
+    def __init__(self, noted: Mapping[int, Callable[[WeightGradient], None]]) -> None:
+        """`noted` take the sums of gradients, by the identity of the parameter."""
+        super().__init__()
+        self._noted = noted
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -133,7 +175,76 @@ class _SparseTables(TorchFunctionMode):
             weight, args = kwargs["weight"], ()
             if weight.is_leaf and is_overlapping(weight) and not kwargs.get("scale_grad_by_freq"):
                 kwargs["sparse"] = True
+        elif func is nn.functional.linear:
+            given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+            x, weight, bias = given["input"], given["weight"], given.get("bias")
+            note = self._noted.get(id(weight))
+            if (
+                is_overlapping(weight)
+                and weight.dtype == x.dtype == torch.float32
+                and (note is not None or not weight.requires_grad)
+            ):
+                product = _WindowedProduct.apply(x, weight, note)
+                return product if bias is None else product + bias
+        elif func is GROUPED_PRODUCTS:
+            given = dict(zip(("input", "mat2", "offs", "bias"), args, strict=False)) | kwargs
+            x, weights, offs = given["input"], given["mat2"], given.get("offs")
+            if (
+                offs is not None
+                and given.get("bias") is None
+                and weights.ndim == 3
+                and is_overlapping(weights)
+                and not weights.requires_grad
+            ):
+                return _grouped(x, weights, offs.tolist())
         return func(*args, **kwargs)
+
+
+def _grouped(x: Tensor, weights: Tensor, ends: Sequence[int]) -> Tensor:
+    """Return each group of rows times its own matrix of a stack; groups end at `ends`."""
+    groups = x.tensor_split(list(ends))
+    made = [
+        _WindowedProduct.apply(group, weight.t(), None)
+        for group, weight in zip(groups, weights, strict=False)
+        if len(group)
+    ]
+    return torch.cat([*made, x.new_zeros(len(groups[-1]), weights.shape[2])])
+
+
+class _WindowedProduct(torch.autograd.Function):
+    """x times a weight, which has no gradient but the one that is noted."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        note: Callable[[WeightGradient], None] | None,
+    ) -> Tensor:
+        ctx.note = note
+        ctx.save_for_backward(x, weight)
+        return torch.cat([x @ rows.t() for rows in _windows(weight)], -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        x, weight = ctx.saved_tensors
+        first, grad_of_x = 0, torch.zeros_like(x)
+        for rows in _windows(weight):
+            grad_of_x += grad[..., first : first + len(rows)] @ rows
+            first += len(rows)
+        if ctx.note is not None:
+            ctx.note(WeightGradient.of_product(grad.flatten(0, -2), x.flatten(0, -2)))
+        return grad_of_x, None, None
+
+
+def windowed_products(unit: nn.Module) -> WindowedProducts:
+    """Let a unit's forward compute with large weights in place, where no backward follows."""
+    return WindowedProducts({id(p): lambda _: None for p in unit.parameters()})
+
+
+def _windows(weight: Tensor) -> Iterator[Tensor]:
+    """Yield a weight's rows, as many at a time as make LARGE numbers."""
+    yield from weight.split(max(1, LARGE // max(1, weight.shape[1])))
 
 
 @contextlib.contextmanager
@@ -147,18 +258,23 @@ def noted_gradients(
     gradients: dict[str, WeightGradient | None] = {}
     parameters = dict(unit.named_parameters())
 
+    def add(name: str, gradient: WeightGradient) -> None:
+        before = gradients.get(name)
+        gradients[name] = gradient if before is None else before.plus(gradient)
+
     def note(name: str, parameter: Tensor) -> None:
         if parameter.grad is not None:
-            gradients[name] = WeightGradient.summed(parameter.grad)
+            add(name, WeightGradient.summed(parameter.grad))
             parameter.grad = None
 
+    trained = {name: p for name, p in parameters.items() if name in summed and p.requires_grad}
     hooks = [
         cast(Any, parameter).register_post_accumulate_grad_hook(lambda p, name=name: note(name, p))
-        for name, parameter in parameters.items()
-        if name in summed and parameter.requires_grad
+        for name, parameter in trained.items()
     ]
+    noted = {id(p): functools.partial(add, name) for name, p in trained.items()}
     try:
-        with _SparseTables() if summed else contextlib.nullcontext():
+        with WindowedProducts(noted) if summed else contextlib.nullcontext():
             yield gradients
     finally:
         for hook in hooks:

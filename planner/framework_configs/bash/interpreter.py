@@ -123,6 +123,9 @@ class ScriptPath:
     """Conditions with unknown values, and their assumed outcomes."""
     unfollowed: tuple[str, ...]
     """Scripts that other commands run and that are not there."""
+    environment: Mapping[tuple[str, ...], Mapping[str, str]] = field(default_factory=dict)
+    """Exported variables that each command finds, by its words; unknown values are written
+    `${NAME}`."""
 
 
 def ways(
@@ -162,6 +165,7 @@ def ways(
             commands=tuple(dict.fromkeys(run.commands)),
             decisions=tuple(run.decisions),
             unfollowed=tuple(dict.fromkeys(run.unfollowed)),
+            environment=run.environment,
         )
         results.setdefault(way.commands, way)
     return list(results.values())
@@ -183,6 +187,20 @@ def _by_name(name: str) -> str:
 
 def _unknown(name: str) -> str:
     return BEGIN + name[:60].replace(BEGIN, "").replace(END, "") + END
+
+
+def _with_home(pieces: list[Piece]) -> list[Piece]:
+    """Return a word whose tilde names a folder with that folder; another tilde is a character.
+
+    A login name that no system has stays as it is, as Hydra's `~section.key`.
+    """
+    if not pieces or pieces[0][1] or not pieces[0][0].startswith("~"):
+        return pieces
+    login, slash, rest = pieces[0][0][1:].partition("/")
+    if login and not re.fullmatch(r"[+-]|[a-z_][a-z0-9_-]*", login):
+        return pieces
+    folder = _unknown(f"~{login}" if login else "HOME")
+    return [(folder, False), (slash + rest, False), *pieces[1:]]
 
 
 Value = str | list[str] | dict[str, str]
@@ -231,6 +249,7 @@ class _Run:
         self.decisions: list[tuple[str, bool]] = []
         self._decided: dict[str, bool] = {}
         self.commands: list[tuple[str, ...]] = []
+        self.environment: dict[tuple[str, ...], dict[str, str]] = {}
         self.unfollowed: list[str] = []
         self.state = _ShellVariables()
         numbered = [name for name in surroundings.values if name.isdecimal() and name != "0"]
@@ -604,8 +623,8 @@ class _Run:
                 if at:
                     pieces.append((" ", True))
                 pieces += more
-        if tilde and pieces and pieces[0][0].startswith("~") and not pieces[0][1]:
-            pieces = [(_unknown("HOME"), False), (pieces[0][0][1:], False), *pieces[1:]]
+        if tilde:
+            pieces = _with_home(pieces)
         return pieces
 
     def _split(self, word: Word) -> list[list[Piece]]:
@@ -630,8 +649,8 @@ class _Run:
                                 fields.append([])
                             open_field = True
                             fields[-1].append((_unquoted_piece(piece) if split else piece, quoted))
-        if fields and fields[0] and fields[0][0][0].startswith("~") and not fields[0][0][1]:
-            fields[0] = [(_unknown("HOME"), False), (fields[0][0][0][1:], False), *fields[0][1:]]
+        if fields:
+            fields[0] = _with_home(fields[0])
         self.budget.spend(sum(len(text) + 1 for pieces in fields for text, _ in pieces))
         return fields
 
@@ -996,7 +1015,14 @@ class _Run:
     def _start(self, words: list[str]) -> None:
         """Note a command that may train."""
         self._prints(None)
-        self.commands.append((*self._prefix, *map(_bash_text, words)))
+        started = (*self._prefix, *map(_bash_text, words))
+        self.commands.append(started)
+        values = self.state.variables
+        self.environment[started] = {
+            name: _bash_text(value)
+            for name in sorted(self.state.exported)
+            if isinstance(value := values.get(name), str)
+        }
 
     def _call(self, name: str, arguments: list[str]) -> bool | None:
         if len(self.state.frames) > MOST_DEPTH // 3:

@@ -73,7 +73,9 @@ def with_flags(data: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, A
     {'num_machines': '2', 'distributed_type': 'FSDP', 'fsdp_config': {'fsdp_version': '2'}}
     """
     given = {name.replace("-", "_"): value for name, value in flags.items()}
-    kinds = {key: kind for key, kind in _KINDS.items() if given.pop(key, False)}
+    # These are switches: a value behind one is no word of the launcher's, and stays unread.
+    kinds = {key: kind for key, kind in _KINDS.items() if given.get(key) is True}
+    given = {key: value for key, value in given.items() if key not in kinds}
     settings: dict[str, Any] = dict(data)
     sections: dict[str, dict[str, Any]] = {}
     for key, value in given.items():

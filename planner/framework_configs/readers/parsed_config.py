@@ -201,8 +201,13 @@ def _is_alike(value: object, usual: object) -> bool:
         return str(value).lower() == str(usual).lower()
 
 
+MOST_SHOWN = 160
+"""Characters of a value that is shown: as many as an expression with several words has."""
+
+
 def _value_text(value: object) -> str:
-    return one_line(str(value))[:40]
+    text = one_line(str(value))
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]} ..."
 
 
 def _number(value: Any, key: str, *, whole: bool) -> float | None:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePosixPath
 
 from meshwright.planner.errors import DocumentError
@@ -48,6 +48,13 @@ def parsed(
             f"runs no command that is known to train{also}; give the script that starts it, or "
             "set its arguments: --set 1=VALUE, --set NAME=VALUE",
         )
+    for word in (word for way in followed for command in way.commands for word in command):
+        if re.fullmatch(r"--[A-Za-z][\w-]*(,|\])", word):
+            raise DocumentError(
+                of,
+                f"has '{word:.60}', an option in a list of another language; give the command as a "
+                "shell script",
+            )
     errors: dict[str, DocumentError] = {}
     configs = [(way, _config_of(way, of, parse, errors)) for way in followed]
     first = configs[0][1]
@@ -73,7 +80,37 @@ def _config_of(
     except DocumentError as error:
         return errors.setdefault(str(error), error)
     config.unknown += loose_variables(words)
+    environment = way.environment.get(tuple(words), {})
+    if config.devices is None:
+        config.devices = _devices_of(environment)
+    settings = [f"{name}={value}" for name, value in environment.items()]
+    config.unknown += [text[:80] for text in (*settings, *words) if _DECIDES.match(text)]
     return config
+
+
+_DECIDES = re.compile(
+    r"(ACCELERATE|FSDP|DEEPSPEED|PARALLELISM_CONFIG|MEGATRON_LM|TORCHDYNAMO|TORCH_COMPILE)_\w+=[^\s]"
+    r"|NVTE_(FLASH|FUSED)_ATTN=0|XLA_FLAGS="
+)
+"""Variables of the environment by which launchers and libraries decide what is trained and how."""
+
+
+def _devices_of(environment: Mapping[str, str]) -> int | None:
+    """Return how many devices variables of the environment give a job; None if they do not say.
+
+    >>> _devices_of({"NPROC_PER_NODE": "4", "NNODES": "2"}), _devices_of({})
+    (8, None)
+    >>> _devices_of({"CUDA_VISIBLE_DEVICES": "0,1,2"})
+    3
+    """
+    each = environment.get("NPROC_PER_NODE", "")
+    if re.fullmatch(r"\d{1,5}", each):
+        nodes = environment.get("NNODES", "1")
+        return int(each) * int(nodes) if re.fullmatch(r"\d{1,5}", nodes) else None
+    visible = environment.get("CUDA_VISIBLE_DEVICES", "")
+    if "NNODES" in environment or not re.fullmatch(r"\d{1,3}(,\d{1,3})*", visible):
+        return None
+    return len(visible.split(","))
 
 
 def _which(

@@ -176,6 +176,12 @@ class _Module:
         if isinstance(inside, dict):
             inside[key] = value
 
+    def _chunked_loss(self, node: ast.Call) -> None:
+        chunks = [word.value for word in node.keywords if word.arg == "num_chunks"]
+        self.sections["loss"] = {"kind": "chunked", "num_chunks": _plain(chunks, 8)}
+        for name in {word.arg for word in node.keywords} - {"num_chunks"}:
+            self._unread(f"loss.{name}")
+
     def _call(self, node: ast.Call) -> None:
         chain = limits.dotted_names(node.func)
         classes = [part for part in chain if part in _CLASSES]
@@ -191,8 +197,7 @@ class _Module:
             name = next(part for part in chain if part in _CONVERTERS)
             _converter(name, node.keywords, self.sections)
         elif any(part.startswith("Chunked") for part in chain):
-            chunks = [word.value for word in node.keywords if word.arg == "num_chunks"]
-            self.sections["loss"] = {"kind": "chunked", "num_chunks": _plain(chunks, 8)}
+            self._chunked_loss(node)
         elif chain[:1] == ["config_registry"] and len(chain) == 2:
             self.sections.setdefault("model", {})["registered"] = chain[1]
         elif chain[-1:] == ["model_registry"]:
@@ -422,6 +427,10 @@ def _compile(section: Settings, config: ParsedConfig) -> None:
 def _degrees(axes: Settings, config: ParsedConfig) -> None:
     config.data_replicate = axes.degree("data_parallel_replicate_degree")
     shard = axes.number("data_parallel_shard_degree")
+    if shard is not None and shard != -1 and shard < 1:
+        raise DocumentError(
+            "data_parallel_shard_degree", f"is {shard:g}; it is -1 or a number of ranks"
+        )
     config.data_shard = -1 if shard is None else shard
     config.tensor = axes.degree("tensor_parallel_degree")
     config.context = axes.degree("context_parallel_degree")

@@ -28,7 +28,8 @@ def of_words(words: Sequence[str]) -> ParsedConfig:
     for word in words:
         path, sign, value = word.lstrip("+~").partition("=")
         if not sign or not path.replace(".", "").replace("_", "").isalnum():
-            others += [word] if word.startswith("-") and word not in ("-m", "-u") else []
+            named = word.startswith(("-", "~")) or (sign and not word.isupper())
+            others += [word] if named and word not in ("-m", "-u") else []
             continue
         inside = data
         *sections, key = path.split(".")

@@ -158,7 +158,9 @@ _FLAG = re.compile(r"(?<=[\s(])--([A-Za-z][\w-]*)((?:[ =]+(?!--)[\w.+,/-]+)?)")
 
 
 def _of_flags(base: Base, kind: str, rng: random.Random) -> Change | None:
-    comments = [span.span() for span in re.finditer(r"^#.*$", base.text, re.MULTILINE)]
+    # Comments, and commands that do not train.
+    passed = re.finditer(r"^(#|python eval\.py).*$", base.text, re.MULTILINE)
+    comments = [span.span() for span in passed]
     found = [
         match
         for match in _FLAG.finditer(base.text)

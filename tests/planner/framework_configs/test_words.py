@@ -70,7 +70,11 @@ def is_named(key: str, words: tuple[str, ...]) -> bool:
 
 def is_harmless(key: str, of: str) -> bool:
     """Whether the table of a reader lists a word, or the section that it is in."""
-    words = [place.replace("_", sign) for place in places(key)[:-1] for sign in "_-"]
+    words = [
+        place.replace("_", sign)
+        for place in places(key.removeprefix("MODEL_ARGS."))[:-1]
+        for sign in "_-"
+    ]
     return any(not not_understood([word], of) for word in words)
 
 
@@ -80,7 +84,10 @@ def passed_over(base: Base, change: Change) -> str:
     assert not isinstance(known, DocumentError), f"{base.of}: {known}"
     if isinstance(changed, DocumentError):
         return ""
-    if is_named(change.key, changed.not_understood) or is_harmless(change.key, base.of):
+    named = changed.not_understood
+    if change.kind in ("add", "rename"):  # a word in a section that has no effect has none
+        named += changed.without_effect
+    if is_named(change.key, named) or is_harmless(change.key, base.of):
         return ""
     if change.kind in ("add", "rename"):
         return "is not named"

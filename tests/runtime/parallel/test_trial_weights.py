@@ -200,3 +200,54 @@ def test_gradients_of_the_rows_of_a_table_are_summed_as_the_whole_one() -> None:
     assert gradient is not None
     for dim in (0, 1):
         torch.testing.assert_close(gradient.along(dim), expected.along(dim))
+
+
+@pytest.mark.usefixtures("large")
+def test_products_with_large_weights_note_sums_of_the_gradients_of_dense_ones() -> None:
+    torch.manual_seed(0)
+    unit = tensor_check._with_random_numbers(Block())
+    dense = deepcopy_module(unit)
+    x = torch.randn(2, 8, HIDDEN)
+    large = frozenset({"up.weight", "down.weight"})
+    with trial_weights.noted_gradients(unit, large) as noted, MaterialisedBytes() as counted:
+        made = unit(unit(x))
+        made.square().sum().backward()
+    (wanted := dense(dense(x))).square().sum().backward()
+    torch.testing.assert_close(made, wanted)
+    assert counted.largest < 4 * HIDDEN * WIDE
+    for name, parameter in dense.named_parameters():
+        gradient = noted[name]
+        assert gradient is not None and parameter.grad is not None
+        if not name.endswith("weight"):
+            torch.testing.assert_close(gradient.exact, parameter.grad, rtol=1e-4, atol=1e-2)
+            continue
+        expected = trial_weights.WeightGradient.summed(parameter.grad)
+        assert expected.largest <= 2 * gradient.largest
+        for dim in (0, 1):
+            torch.testing.assert_close(
+                gradient.along(dim), expected.along(dim), rtol=1e-4, atol=1e-2
+            )
+
+
+@pytest.mark.usefixtures("large")
+def test_large_stacks_slide_over_few_numbers_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    stack = trial_weights.random_weight((8, 64, 64))
+    assert stack.untyped_storage().nbytes() < 4 * 64 * 64
+    assert trial_weights.is_overlapping(stack)
+    assert len({tuple(matrix[0].tolist()) for matrix in stack}) == 8
+
+
+@pytest.mark.usefixtures("large")
+def test_groups_of_rows_are_multiplied_with_large_stacks_as_with_dense_ones() -> None:
+    unit = nn.Module()
+    stack = trial_weights.random_weight((4, 64, 64))
+    unit.weight = nn.Parameter(stack, requires_grad=False)
+    x, ends = torch.randn(6, 64, requires_grad=True), torch.tensor([2, 2, 5, 5], dtype=torch.int32)
+    with trial_weights.windowed_products(unit):
+        made = nn.functional.grouped_mm(x, unit.weight.transpose(1, 2), offs=ends)
+    made[:5].sum().backward()
+
+    parts = [x[:2] @ stack[0].t(), x[2:5] @ stack[2].t()]
+    torch.testing.assert_close(made[:5], torch.cat(parts))
+    (expected,) = torch.autograd.grad(torch.cat(parts).sum(), x)
+    torch.testing.assert_close(x.grad, expected)
