@@ -49,7 +49,7 @@ def asked(name: str, cluster: str, batch: int, framework: str) -> Request:
 
 
 def test_a_simpler_plan_may_take_what_two_layouts_ratio_errs_by_in_other_frameworks() -> None:
-    """Plain FSDP is 3.0 % slower than three axes, on one node under torchtitan."""
+    """Plain FSDP is 2.9 % slower than three axes, on one node under torchtitan."""
     name, cluster = "llama-3.1-8b", "8xh100-sxm-80gb"
     job = Job(seq_len=8192, global_batch=64)
     request = Request(
@@ -68,7 +68,7 @@ def test_a_simpler_plan_may_take_what_two_layouts_ratio_errs_by_in_other_framewo
     assert not [axis for axis in AXES if getattr(simplest.plan.layout, axis) > 1]
     assert len(features(fastest.plan)) > len(features(simplest.plan))
     assert "a tie: predicted ratios err by 6 %" in why_text(simplest.choices)
-    assert "plain data parallel +3.0 % (a tie" in why_text(fastest.choices)
+    assert "plain data parallel +2.9 % (a tie" in why_text(fastest.choices)
     # The proof is about the fastest that was found, and the gap counts against the chosen.
     proof = simplest.certificate.plan
     assert proof is not None
@@ -271,7 +271,8 @@ def test_a_slower_plan_says_where_it_takes_longer_as_shares_of_the_fastest_step(
 @pytest.mark.parametrize(
     ("model", "cluster", "experts", "found"),
     [
-        ("gpt-oss-20b", "8xh100-sxm-80gb", 8, True),
+        ("gemma-2-9b", "8xh100-sxm-80gb", 1, True),
+        ("gpt-oss-20b", "8xh100-sxm-80gb", 8, False),
         ("llama-3.1-8b", "8xh100-sxm-80gb", 1, False),
         ("gpt-oss-20b", "local:8", 8, False),
     ],
@@ -279,7 +280,8 @@ def test_a_slower_plan_says_where_it_takes_longer_as_shares_of_the_fastest_step(
 def test_a_layout_that_is_much_faster_elsewhere_says_so(
     model: str, cluster: str, experts: int, found: bool
 ) -> None:
-    # Sinks of GPT-OSS: modules write scores to memory, Megatron's attention does not.
+    # Capped scores of Gemma-2 are written to memory, and not by Megatron's attention; sinks of
+    # GPT-OSS are so in 32 bits alone.
     precision: Precision = "fp32" if cluster.startswith("local") else "bf16"
     job = Job(seq_len=8192, global_batch=8, precision=precision)
     request = Request(resolve_model(model), resolve_cluster(cluster), job)
