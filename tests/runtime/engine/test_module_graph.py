@@ -18,6 +18,7 @@ from meshwright.planner.errors import PlanError, RecordError
 from meshwright.runtime.engine.engine import Engine
 from meshwright.runtime.engine.module_graph import (
     SAMPLES,
+    changing_names,
     check_module,
     check_replay,
     few_samples,
@@ -282,3 +283,14 @@ def test_memory_of_states_is_that_of_the_scripts_optimizer(optimizer: Any, wante
     assert found == pytest.approx(kept, rel=1e-9)
     if wanted is not None:
         assert kept == wanted * sum(p.numel() for p in GPT().parameters())
+
+
+def test_vectors_that_hardly_move_are_seen_to_move() -> None:
+    x = torch.randn(4, WIDTH)
+    layers = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+    torch.nn.utils.parametrizations.spectral_norm(layers[0], n_power_iterations=30)
+    module = nn.Sequential(*layers)
+
+    names = changing_names(module, Recorder(module, x), x)
+
+    assert names == {f"0.parametrizations.weight.0.{vector}" for vector in ("_u", "_v")}
