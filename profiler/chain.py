@@ -38,7 +38,7 @@ from meshwright.runtime.engine.module_graph import few_samples
 from meshwright.runtime.engine.script_module import OwnScript
 from meshwright.runtime.engine.token_module import TokenModel
 from meshwright.runtime.engine.user_module import OwnModel
-from meshwright.runtime.launch.training_loop import trained_model
+from meshwright.runtime.launch.training_loop import refuse_unexecutable, trained_model
 from meshwright.runtime.models.family_adapter import Adapter, next_token_loss
 from meshwright.runtime.optim.gradients import Slot
 from meshwright.runtime.optim.sharded_optimizer import ParameterGroup
@@ -208,6 +208,7 @@ class Chain:
         """Return the module recorded again, under a plan."""
         if self.script is not None:
             return self.script.model(plan, device=self.device, place=place)
+        refuse_unexecutable(plan, self._model)
         model = trained_model(plan, self._model, device=self.device, place=place)
         assert isinstance(model, TokenModel)
         return model

@@ -6,11 +6,14 @@ A part is hidden behind its parameter's name in the module's `__dict__` while a 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+from meshwright.runtime.core.torch_internals import DTensorSpec, TensorMeta
 
 
 @overload
@@ -24,6 +27,25 @@ def to_local(parameter: Tensor | None) -> Tensor | None: ...
 def to_local(parameter: Tensor | None) -> Tensor | None:
     """Return a parameter's part on this rank; a plain tensor is its own."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def divided(
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], *, shaped: Tensor
+) -> DTensor:
+    """Return a rank's part of a tensor of this shape, in the same memory.
+
+    Made by hand, since `from_local` would move what lies on the host to the device.
+    """
+    meta = TensorMeta(shaped.shape, shaped.stride(), local.dtype)
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)
+
+
+def divided_like(tensor: Tensor, local: Tensor) -> Tensor:
+    """Return a part on this rank as the same kind of tensor as another, in the same memory."""
+    if not isinstance(tensor, DTensor):
+        return local
+    return divided(local, tensor.device_mesh, tensor.placements, shaped=tensor)
 
 
 def on_local_parts(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -72,7 +72,7 @@ from meshwright.runtime.techniques.packed_weights import expect_packing, matrice
 from meshwright.runtime.techniques.split_backward import PLAIN, WeightGradients, defer
 from meshwright.runtime.techniques.working_copies import Gradients, WorkingCopies, cast_inputs
 from meshwright.runtime.tracing.replayed_stage import RecordedStage
-from meshwright.runtime.tracing.stage import Stage
+from meshwright.runtime.tracing.stage import ModelStage
 from meshwright.runtime.tracing.tracer import Recorder
 from meshwright.runtime.tracing.unused_parameters import BackwardOrder, Participation
 
@@ -106,7 +106,7 @@ class Staged:
     stage: int
     place: Place
     device: torch.device
-    module: Stage
+    module: ModelStage
     of: LanguageRules | Script
     compiler: Compiler | None
     """The compiler of repeated layers, if the plan lets any be compiled."""

@@ -35,7 +35,7 @@ from meshwright.runtime.checkpoint.state_snapshot import Snapshot, take_snapshot
 from meshwright.runtime.core import batches
 from meshwright.runtime.core.auxiliary_loss import BuffersBefore
 from meshwright.runtime.core.global_batch_loss import whole_batch
-from meshwright.runtime.core.local_parts import to_local
+from meshwright.runtime.core.local_parts import divided_like, to_local
 from meshwright.runtime.core.loss import LossScale, Totals, divisor_near
 from meshwright.runtime.core.torch_api_hints import LossValue, missing, refuse_zero_grad
 from meshwright.runtime.core.torch_internals import numbers_are_of_the_whole
@@ -59,7 +59,7 @@ from meshwright.runtime.engine.step_passes import StepPasses
 from meshwright.runtime.engine.user_code import refuse_while_imported
 from meshwright.runtime.engine.user_module import OwnModel
 from meshwright.runtime.optim.ema import Averaged, Decay
-from meshwright.runtime.optim.gradients import Slot, StepMeasurement, like_parameter
+from meshwright.runtime.optim.gradients import Slot, StepMeasurement
 from meshwright.runtime.optim.parameter_watch import ParameterWatch
 from meshwright.runtime.optim.replica_check import COMPARED_EVERY
 from meshwright.runtime.optim.sharded_optimizer import Factory, GroupOf, TorchOptimizers, set_mode
@@ -214,7 +214,6 @@ class Engine:
         cls,
         model: LanguageModel | TokenModel,
         *,
-        clip_norm: float = 0.0,
         compare_every: int = COMPARED_EVERY,
         device: torch.device,
     ) -> Engine:
@@ -229,7 +228,7 @@ class Engine:
             model,
             loss=model.loss,
             example=model.example,
-            clip_norm=clip_norm,
+            clip_norm=model.plan.training.clip_norm,
             compare_every=compare_every,
             device=device,
         )
@@ -489,7 +488,7 @@ class Engine:
             self._whole = self._made_whole(0.0)
             self._optimizers.hide()
         return self._of_all_stages(
-            {slot.name: like_parameter(slot, grad) for slot, grad in self._whole[0].items()}
+            {slot.name: divided_like(slot.parameter, grad) for slot, grad in self._whole[0].items()}
         )
 
     def weights(self) -> Mapping[str, Tensor]:

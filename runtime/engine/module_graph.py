@@ -352,12 +352,41 @@ def _trial_of_module(
         changed = _changed_names(recorder, module.named_parameters(), twin.named_parameters())
         buffers = _changed_buffers(recorder, module, twin)
         again = _ForwardTrial.of(twin, lambda: _forward_of(twin, recorder, few))
+    slow = buffers - _statistics(module)
     if not once.makes_as(again):  # statistics that no training forward reads are none of these
         changed |= buffers
+    elif slow and _reads(twin, recorder, few, slow):  # a spectral norm's, when it has settled
+        changed |= slow
     for parameter in module.parameters():
         parameter.grad = None  # a forward that was replaced by a function runs the module itself
     unnamed = not (again.changes or changed or once.makes_as(again))
     return once, again.changes | frozenset(changed), unnamed, buffers
+
+
+def _statistics(module: nn.Module) -> set[str]:
+    """Return the names of running statistics, which no training forward reads."""
+    return {
+        f"{path}.{name}" if path else name
+        for path, part in module.named_modules()
+        if isinstance(part, nn.modules.batchnorm._NormBase)
+        for name in part._buffers
+    }
+
+
+def _reads(module: nn.Module, recorder: Recorder, few: Any, names: Collection[str]) -> bool:
+    """Return whether a forward makes something else of other values of these buffers."""
+    with restore_side_effects(module, recorder.inputs), torch.enable_grad():
+        before, other = deepcopy_module(module), deepcopy_module(module)
+        for name, buffer in dict(other.named_buffers()).items():
+            if name in names and buffer.is_floating_point():
+                sizes = torch.linspace(0.5, 1.5, buffer.numel(), dtype=buffer.dtype)
+                path, _, attribute = name.rpartition(".")
+                other.get_submodule(path)._buffers[attribute] = buffer * sizes.view(buffer.shape)
+        trials = [
+            _ForwardTrial.of(part, functools.partial(_forward_of, part, recorder, few))
+            for part in (before, other)
+        ]
+    return not trials[0].makes_as(trials[1])
 
 
 def _changed_names(
@@ -368,8 +397,13 @@ def _changed_names(
     return {
         recorder.aliases.get(name, name)
         for name, then in before
-        if name in here and not _equal(then, here[name])
+        if name in here and not _is_same(then, here[name])
     }
+
+
+def _is_same(then: Tensor, now: Tensor) -> bool:
+    """Return whether a tensor has not changed at all: what is slow moves on from step to step."""
+    return then.shape == now.shape and bool(((then == now) | then.isnan()).all())
 
 
 def _changed_buffers(recorder: Recorder, before: nn.Module, now: nn.Module) -> set[str]:

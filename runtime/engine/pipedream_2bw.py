@@ -25,7 +25,7 @@ from meshwright.planner.schedules import schedule
 from meshwright.planner.schedules.schedule_record import Action, Kind
 from meshwright.runtime.engine.pipeline import StagePipeline
 from meshwright.runtime.optim.sharded_optimizer import TorchOptimizers
-from meshwright.runtime.tracing.stage import MicroBatch, Stage
+from meshwright.runtime.tracing.stage import MicroBatch, ModelStage
 
 
 class WeightVersions:
@@ -64,7 +64,7 @@ class StalePipeline(StagePipeline):
 
     def __init__(
         self,
-        own: Mapping[int, Stage],
+        own: Mapping[int, ModelStage],
         *,
         name: str,
         stages: int,

@@ -27,7 +27,7 @@ from meshwright.planner.schedules.schedule import Order
 from meshwright.planner.schedules.schedule_record import Action
 from meshwright.runtime.core.torch_internals import end_backwards, fsdp_parameters
 from meshwright.runtime.techniques.split_backward import WeightGradients
-from meshwright.runtime.tracing.stage import MicroBatch, Stage
+from meshwright.runtime.tracing.stage import MicroBatch, ModelStage
 
 GRADIENTS_ON_THE_WAY = 2
 """Sent gradients that may be under way before a stage waits for the oldest: the wait always ends,
@@ -355,7 +355,7 @@ class StagePipeline(Pipeline):
 
     def __init__(
         self,
-        stages: Mapping[int, Stage],
+        stages: Mapping[int, ModelStage],
         orders: tuple[Order, ...],
         *,
         example: Any,

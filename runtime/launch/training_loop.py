@@ -80,11 +80,20 @@ def token_engine(
     `weights` is a local folder of safetensors files; None starts from random weights.  With
     `documents` samples hold several.
     """
+    refuse_unexecutable(plan, model)
     described = trained_model(plan, model, device=device, weights=weights, documents=documents)
-    clip_norm = plan.training.clip_norm
-    return Engine.of_language_model(
-        described, clip_norm=clip_norm, compare_every=compare_every, device=device
-    )
+    return Engine.of_language_model(described, compare_every=compare_every, device=device)
+
+
+def refuse_unexecutable(plan: Plan, model: ModelGraph) -> None:
+    """Refuse a plan for another model, or one that an engine cannot execute.
+
+    A launcher has asked before its ranks start.
+    """
+    plan.check_model(model)
+    reason = unsupported_reason(plan, model)
+    if reason:
+        raise LaunchError(reason)
 
 
 def trained_model(
@@ -98,12 +107,9 @@ def trained_model(
 ) -> LanguageModel | TokenModel:
     """Return what an engine of `launch` trains, by where the model comes from.
 
-    `place` is this rank's if it is not that of all ranks in the plan.
+    `place` is this rank's if it is not that of all ranks in the plan.  It can execute the plan:
+    see `refuse_unexecutable`.
     """
-    plan.check_model(model)
-    reason = unsupported_reason(plan, model)
-    if reason:
-        raise LaunchError(reason)
     how: dict[str, Any] = {
         "device": device,
         "weights": weights,
@@ -129,7 +135,11 @@ def train(orders: RankOrders, *, rank: int, local_rank: int) -> RankRecord:
     corpus = Corpus.open(orders.corpus)
     device = torch.device("cuda", local_rank) if orders.device == "cuda" else torch.device("cpu")
     documents = corpus.kind == "conversations"
-    engine = token_engine(plan, model, device=device, weights=orders.weights, documents=documents)
+    plan.check_model(model)
+    described = trained_model(
+        plan, model, device=device, weights=orders.weights, documents=documents
+    )
+    engine = Engine.of_language_model(described, device=device)
     mirror = None
     if SLOTS in os.environ:
         from meshwright.runtime.resilience.in_memory_checkpoint import Mirror  # noqa: PLC0415 - of runs that survive

@@ -18,7 +18,7 @@ from meshwright.runtime.core.layer_names import HEAD
 from meshwright.runtime.models.family_adapter import Adapter
 from meshwright.runtime.techniques import activation_offload as activations
 from meshwright.runtime.techniques.activation_offload import HostTraffic, Packing
-from meshwright.runtime.tracing.stage import Boundary, MicroBatch, Stage, handed_on
+from meshwright.runtime.tracing.stage import Boundary, MicroBatch, ModelStage, handed_on
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class LanguageLayer:
         return (self.name,)
 
 
-class LayerStage(Stage):
+class LayerStage(ModelStage):
     """A plan's stage of a language model, run layer by layer."""
 
     def __init__(self, layers: Mapping[str, nn.Module], adapter: Adapter, plan: Plan, at: int):

@@ -15,13 +15,13 @@ from typing import Never
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from meshwright.planner.errors import BatchError, LaunchError, RecordError
+from meshwright.runtime.core.local_parts import divided
 from meshwright.runtime.core.loss import LossScale
 from meshwright.runtime.core.mesh import Place
 from meshwright.runtime.core.object_collectives import all_gather_json
-from meshwright.runtime.core.torch_internals import DTensorSpec, TensorMeta
 from meshwright.runtime.optim.replica_check import Agreement, Declared, description
 from meshwright.runtime.parallel.gradient_compression import Mean
 from meshwright.runtime.parallel.tensor_regions import part_of, whole_of
@@ -458,10 +458,8 @@ def whole_part(slot: Slot, local: Tensor) -> Tensor:
     if slot.sections:
         return _whole_of_sections(slot, local)
     parameter = slot.parameter
-    placements: tuple[Placement, ...] = ()
     shape = torch.empty(parameter.shape, device="meta")
-    if isinstance(parameter, DTensor):
-        placements = parameter.placements
+    placements = parameter.placements if isinstance(parameter, DTensor) else ()
     if slot.pieces > 1:
         local, shape = (t.unflatten(1, (slot.pieces, -1)) for t in (local, shape))
         # A divided dim from there on moves behind the pieces.
@@ -470,15 +468,7 @@ def whole_part(slot: Slot, local: Tensor) -> Tensor:
         )
     if not isinstance(parameter, DTensor):
         return local
-    # Made by hand, since `from_local` would move what lies on the host to the device.
-    meta = TensorMeta(shape.shape, shape.stride(), local.dtype)
-    spec = DTensorSpec(parameter.device_mesh, placements, tensor_meta=meta)
-    return DTensor(local, spec, requires_grad=False)
-
-
-def like_parameter(slot: Slot, local: Tensor) -> Tensor:
-    """Return a local part as the same kind of tensor as its parameter, in the same memory."""
-    return whole_part(replace(slot, sections=(), pieces=1), local)
+    return divided(local, parameter.device_mesh, placements, shaped=shape)
 
 
 def _whole_of_sections(slot: Slot, local: Tensor) -> Tensor:

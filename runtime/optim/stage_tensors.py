@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from meshwright.runtime.core.local_parts import to_local
+from meshwright.runtime.core.local_parts import divided, to_local
 from meshwright.runtime.core.mesh import Place
 from meshwright.runtime.core.object_collectives import all_gather_json
-from meshwright.runtime.core.torch_internals import DTensorSpec, StridedShard, TensorMeta
+from meshwright.runtime.core.torch_internals import StridedShard
 
 
 class StageTensors(Mapping[str, Tensor]):
@@ -84,11 +84,10 @@ class StageTensors(Mapping[str, Tensor]):
         names = tuple(description["mesh"])
         if not names:
             return _on_mesh(local, self._widest)
-        shape = torch.Size(description["shape"])
-        meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), local.dtype)
-        placements = tuple(_placement(*words) for words in description["placements"])
-        spec = DTensorSpec(self._meshes[names], placements, tensor_meta=meta)
-        return _on_mesh(DTensor(local, spec, requires_grad=False), self._widest)
+        shaped = torch.empty(description["shape"], device="meta")
+        placements = [_placement(*words) for words in description["placements"]]
+        tensor = divided(local, self._meshes[names], placements, shaped=shaped)
+        return _on_mesh(tensor, self._widest)
 
 
 def on_one_mesh(tensors: Mapping[str, Tensor], mesh: DeviceMesh | None = None) -> dict[str, Tensor]:
@@ -110,19 +109,17 @@ def _meshes_of(tensors: Mapping[str, Tensor]) -> Iterator[DeviceMesh]:
 
 
 def _on_mesh(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    divided: dict[str, Placement] = {}
+    placements: dict[str, Placement] = {}
     if isinstance(tensor, DTensor):
         if tensor.device_mesh == mesh:
             return tensor
         names = tensor.device_mesh.mesh_dim_names or ()
-        divided = dict(zip(names, tensor.placements, strict=True))
+        placements = dict(zip(names, tensor.placements, strict=True))
     dims = mesh.mesh_dim_names or ()
-    if not divided.keys() <= set(dims):
+    if not placements.keys() <= set(dims):
         return tensor
-    placements = tuple(divided.get(name, Replicate()) for name in dims)
-    meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
-    local = to_local(tensor).detach()
-    return DTensor(local, DTensorSpec(mesh, placements, tensor_meta=meta), requires_grad=False)
+    wider = [placements.get(name, Replicate()) for name in dims]
+    return divided(to_local(tensor).detach(), mesh, wider, shaped=tensor)
 
 
 def _description(tensor: Tensor) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from meshwright.planner.documents.plan import Plan
 from meshwright.planner.schedules import schedule_of
 from meshwright.runtime.core import pinned_memory as host
 from meshwright.runtime.core.layer_names import Region
-from meshwright.runtime.core.local_parts import to_local
+from meshwright.runtime.core.local_parts import divided_like, to_local
 from meshwright.runtime.core.mesh import DataRanks, Place, wants_mesh
 from meshwright.runtime.core.torch_internals import (
     let_go_of_reduced,
@@ -165,7 +165,7 @@ def _moved_home(parameter: torch.Tensor) -> None:
     local = grad.to_local()
     if not host.on_host(local):
         home = host.to_host(local).wait()
-        parameter.grad = DTensor(home, grad._spec, requires_grad=False)
+        parameter.grad = divided_like(grad, home)
 
 
 def gathers_anew(plan: Plan, place: Place | DataRanks) -> bool:

@@ -18,10 +18,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from meshwright.runtime.core.local_parts import to_local
-from meshwright.runtime.core.torch_internals import DTensorSpec, TensorMeta
+from meshwright.runtime.core.local_parts import divided_like, to_local
 
 BUCKET_BYTES = 25 * 2**20
 """Least size of a bucket in bytes, if there are as many."""
@@ -96,7 +94,7 @@ class _Bucket:
             self.begin()
         view = self.views[index]
         view.copy_(to_local(grad))
-        self.given[index] = parameter.grad = _like(grad, view)
+        self.given[index] = parameter.grad = divided_like(grad, view)
 
     def send(self, op: dist.ReduceOp.RedOpType, wire: torch.dtype | None) -> None:
         """Start to make the mean, or the sum; in another type it is one of what was divided."""
@@ -187,7 +185,7 @@ class Replicas:
             assert bucket.flat is not None
             if bucket.flat[index - len(bucket.parameters)] > 0:
                 parameter = bucket.parameters[index]
-                parameter.grad = _like(parameter, bucket.views[index])
+                parameter.grad = divided_like(parameter, bucket.views[index])
         for bucket in self._buckets:
             bucket.empty()  # the gradients keep its memory until the optimizer drops them
         self._sent = 0
@@ -249,14 +247,3 @@ def _laid_out(flat: Tensor, like: Tensor) -> Tensor:
         return flat.view(like.shape)
     strides = torch.empty_like(like, device="meta").stride()  # dense, in the same order
     return flat.as_strided(like.shape, strides, flat.storage_offset())
-
-
-def _like(tensor: Tensor, local: Tensor) -> Tensor:
-    """Return `local` as the same kind of tensor as another."""
-    if not isinstance(tensor, DTensor):
-        return local
-    spec = tensor._spec
-    meta = TensorMeta(tensor.shape, tensor.stride(), local.dtype)
-    return DTensor(
-        local, DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta), requires_grad=False
-    )

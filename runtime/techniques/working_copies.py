@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from meshwright.runtime.core.local_parts import to_local
-from meshwright.runtime.core.torch_internals import DTensorSpec, TensorMeta
+from meshwright.runtime.core.local_parts import divided_like, to_local
 
 Gradients = Literal["once", "added", "collected"]
 """Path of gradients to fp32: `once`, autograd brings each there as it comes; `added`, it adds those
@@ -153,13 +152,7 @@ def cast_inputs(unit: nn.Module, dtype: torch.dtype) -> None:
 
 def _copy_of(parameter: nn.Parameter, dtype: torch.dtype, gradients: Gradients) -> _WorkingCopy:
     narrow = torch.empty_like(to_local(parameter.detach()), dtype=dtype)
-    working: Tensor = narrow
-    if isinstance(parameter, DTensor):
-        spec = parameter._spec
-        meta = TensorMeta(parameter.shape, parameter.stride(), dtype)
-        spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
-        working = DTensor(narrow, spec, requires_grad=False)
-    result = nn.Parameter(working, requires_grad=parameter.requires_grad)
+    result = nn.Parameter(divided_like(parameter, narrow), requires_grad=parameter.requires_grad)
     # None lets fp32 be added to, which takes a gradient as it comes.
     result.grad_dtype = parameter.dtype if gradients == "once" else None
     size_bytes = narrow.untyped_storage().nbytes()

@@ -33,7 +33,7 @@ from meshwright.runtime.techniques.activation_offload import HostTraffic, Packin
 from meshwright.runtime.tracing.stage import (
     Boundary,
     MicroBatch,
-    Stage,
+    ModelStage,
     generators_of,
     handed_on,
     seed_draws,
@@ -78,7 +78,7 @@ class _StageProgram:
     """[part] Values that nobody reads behind it."""
 
 
-class RecordedStage(Stage):
+class RecordedStage(ModelStage):
     """Layers first to last of a recorded module, the last one left out."""
 
     layers: Sequence[RecordedLayer]

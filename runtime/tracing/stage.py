@@ -116,7 +116,7 @@ class PlacedUnits(Protocol):
         """Paths of its units."""
 
 
-class Stage(nn.Module):
+class ModelStage(nn.Module):
     """Layers that a rank runs; parameters have the names of the whole model."""
 
     def __init__(self) -> None:

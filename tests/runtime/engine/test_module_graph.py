@@ -18,6 +18,7 @@ from meshwright.planner.errors import PlanError, RecordError
 from meshwright.runtime.engine.engine import Engine
 from meshwright.runtime.engine.module_graph import (
     SAMPLES,
+    changing_names,
     check_module,
     check_replay,
     few_samples,
@@ -282,3 +283,16 @@ def test_memory_of_states_is_that_of_the_scripts_optimizer(optimizer: Any, wante
     assert found == pytest.approx(kept, rel=1e-9)
     if wanted is not None:
         assert kept == wanted * sum(p.numel() for p in GPT().parameters())
+
+
+def test_vectors_that_hardly_move_are_seen_to_move() -> None:
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    layer = torch.nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+    module = nn.Sequential(layer, nn.Tanh(), nn.BatchNorm1d(WIDTH))
+    for _ in range(5):
+        module(x)
+
+    names = changing_names(module, Recorder(module, x), x)
+
+    assert names == {f"0.parametrizations.weight.0.{vector}" for vector in ("_u", "_v")}
