@@ -86,6 +86,8 @@ class StepResult:
     loss: LossValue
     """Mean over all that counts in the global batch, before the update."""
     count: float
+    """What the mean is over: the loss's own count, or what its mean was found to be over; samples
+    where one process takes a mean as it is."""
     grad_norm: float = float("nan")
     """Gradient norm of the whole model, before clipping; not known before the last backward of a
     step.  With stale weights that of the step before, or 0."""
