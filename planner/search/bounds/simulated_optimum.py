@@ -58,6 +58,8 @@ MOST_ROUNDS = 60
 MOST_ITERATIONS = 1 << 30
 ROUND = 10
 """Multiple of the iterations of all rounds that a single round may take."""
+STALLED, LITTLE = 6, 0.1
+"""Rounds of mixed columns that raise the bound by less of what is missing are the last ones."""
 CLOSE = 1e-6
 """Relative gap at which a program counts as solved; HiGHS keeps to rows within 1e-7."""
 
@@ -152,7 +154,7 @@ class ColumnProgram:
     def optimum(
         self,
         limit_s: float,
-        tried: Callable[[Any], float],
+        tried: Callable[[Any], float] | None,
         *,
         actions: int,
         nodes: int,
@@ -161,9 +163,10 @@ class ColumnProgram:
     ) -> float:
         """Return seconds that no plan simulates below, or `limit_s` if that is less.
 
-        `tried` simulates a solution and returns its step.  0 where the step has more `actions` or
-        the program more columns; it stops at `nodes` of a tree, or after the round with which
-        all have taken more simplex `iterations`.
+        `tried` simulates a solution and returns its step; without it columns may be mixed, and
+        the last rounds, which raise the bound by little, are left out.  0 where the step has more
+        `actions` or the program more columns; it stops at `nodes` of a tree, or after the round
+        with which all have taken more simplex `iterations`.
         """
         count = 2 * self._layout.micro_batches * self._layout.stages
         if count > actions or len(self._columns) > most_columns:
@@ -774,17 +777,17 @@ class Program:
     def solve(
         self,
         limit_s: float,
-        tried: Callable[[Any], float],
+        tried: Callable[[Any], float] | None,
         nodes: int,
         iterations: int,
     ) -> float:
-        """Return the least step, or `limit_s` if that is less."""
+        """Return the least step, or `limit_s` if that is less; without `tried` of mixed columns."""
         self._highs.setOptionValue("mip_max_nodes", nodes)
         # Work, not seconds: a machine that is busy finds the same.
         most = min(ROUND * iterations, MOST_ITERATIONS)
         self._highs.setOptionValue("simplex_iteration_limit", most)
-        low_s = 0.0
-        for whole in (False, True):
+        low_s, before_s = 0.0, [0.0] * STALLED
+        for whole in (False, True) if tried else (False,):
             kind = self._integer if whole else self._continuous
             for at in self._whole:
                 self._highs.changeColIntegrality(at, kind)
@@ -804,8 +807,11 @@ class Program:
                 low_s = max(low_s, self._proven_s(value))
                 if low_s >= limit_s:
                     return limit_s
+                before_s.append(low_s)
+                if not tried and low_s - before_s[-STALLED] < LITTLE * (limit_s - low_s):
+                    return low_s
                 values = np.array(self._highs.getSolution().col_value)
-                if whole:
+                if whole and tried:
                     values[: len(self._columns)] = values[: len(self._columns)].round()
                     limit_s = min(limit_s, tried(self.solution(values)))
                 if not self._cut_off(values):

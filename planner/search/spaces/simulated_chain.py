@@ -55,6 +55,8 @@ if TYPE_CHECKING:
 WITHIN_MEMORY, CUT, OPTIMUM, SETTLED = range(LAYOUT + 1, LAYOUT + 5)
 """Levels of a layout, by what is known: all of its memory; the least of all cuts by paths that stay
 with a rank; the exact optimum of the bound; that of the simulated step."""
+RELAXED = 4
+"""Multiple of a program's iterations of the simplex algorithm that its relaxation may take."""
 NAMES = (
     "configuration groups within memory",
     "parts with sharing",
@@ -150,6 +152,7 @@ class SimulatedChain(Families):
         self.spent.entries[level] += len(some)
         if level >= LAYOUT:
             self.spent.stages[level] += some[0].layout.stages
+        self.candidates.limit_s = self.goal.limit_s
         nodes: list[Next | Pruned | None] = []
         for node in super().advance(level, some):
             if level < LAYOUT and isinstance(node, tuple):
@@ -205,14 +208,28 @@ class SimulatedChain(Families):
         return self._bounded_s(layout, together.cut_s)
 
     def _cuts_s(self, layout: Layout, stated: StatedProblem) -> float:
-        """Return the least of all cuts of a problem, with the least that options have first."""
-        limit_s, found_s = self.goal.limit_s, 0.0
-        for fastest_only in (True, False):
-            choices = self._choices(layout, stated, fastest_only=fastest_only)
-            if choices is not None:
-                found_s = max(found_s, choices.cut_s(limit_s))
-            if choices is None or found_s >= limit_s:
-                break
+        """Return the least of all cuts of a problem, with the least that options have first.
+
+        Whole ranks with that least make a small program, whose rows are all paths.
+        """
+        limit_s, effort = self.goal.limit_s, self.goal.effort
+        fastest = self._choices(layout, stated, fastest_only=True)
+        if fastest is None:
+            return 0.0
+        found_s = fastest.cut_s(limit_s)
+        if found_s < limit_s:
+            choices = self._choices(layout, stated)
+            found_s = max(found_s, 0.0 if choices is None else choices.cut_s(limit_s))
+        if found_s < limit_s and effort.programs:
+            relaxed_s = fastest.optimum(
+                limit_s,
+                None,
+                actions=effort.actions,
+                nodes=effort.nodes,
+                most_columns=effort.columns,
+                iterations=RELAXED * effort.iterations,
+            )
+            found_s = max(found_s, relaxed_s)
         return found_s
 
     def _optimum_s(self, layout: Layout) -> float:
