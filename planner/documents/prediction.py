@@ -316,6 +316,8 @@ class Certificate(Document):
     unproven_parts: Count | None = None
     """Parts of the cluster of which nothing is proven, though they may be faster by arithmetic; of
     several groups, how many with some devices of more than one were looked at for faster plans."""
+    least: Literal["energy", "cost"] | None = None
+    """What parts of the cluster are compared by, where it is not the step time."""
 
     def _repr_html_(self) -> str:
         """Return the proof as notebooks show it: how many configurations fell to which argument."""

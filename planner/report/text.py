@@ -306,7 +306,13 @@ def proof_facts(certificate: Certificate, *, whole: bool = False) -> Iterator[Fa
             unsearched = LEFT_OUT_OF_SOME
         yield Fact(label="excluded", text=unsearched)
     else:
-        if proof.gap < ROUNDED:
+        if certificate.least is not None:
+            parts, least = certificate.parts or 1, certificate.least
+            text = f"no plan on {parts:,} parts of the cluster takes less {least} a step"
+            if proof.gap >= ROUNDED:
+                more = _percent(proof.gap / (1 - proof.gap))
+                text = f"{least} of a step is at most {more} above the least of {parts:,} parts"
+        elif proof.gap < ROUNDED:
             text = f"no faster plan among {certificate.configurations:,} configurations"
         else:
             text = (

@@ -188,6 +188,7 @@ def of_parts(
         "optimal": bound_s >= certificate.objective_s * (1 - PROVEN),
         "parts": len(bounds_s),
         "unproven_parts": None if fewer is None and not unproven else unproven + (fewer or 0),
+        "least": by,
     }
     proof = certificate.plan
     if proof is not None:

@@ -58,10 +58,10 @@ USUAL = Effort(
         families=6_000,
         memory_stages=40_000,
         cut_stages=10_000,
-        solved=60,
-        programs=60,
+        solved=24,
+        programs=12,
         actions=70_000,
-        columns=600,
+        columns=1_500,
         iterations=2_000,
     )
 )

@@ -95,11 +95,12 @@ def search(
 
         compute of a family                 FamilyBounds.computation_s
         compute within memory, families     FamilyBounds.rooms_s, shared_rooms_s
+        paths through whole layers, families    whole_layer_paths.paths_s
         communication of one layout         Candidates.communication_s
         both within memory, one layout      Candidates.memory_s
         dominance by another layout         Candidates.dominator
         simulated step, one layout          SimulatedCandidates.memory_s, within_memory_s
-        simulated step, all its cuts        ColumnProgram.cut_s, ColumnProgram.optimum
+        simulated step, all its cuts        ColumnProgram.cut_s, mixed_s, optimum
 
     The search stops when the lowest bound cannot beat the incumbent, or its effort is spent; the
     certificate has the lowest bound that is left.

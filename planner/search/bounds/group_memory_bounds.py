@@ -34,11 +34,19 @@ from meshwright.planner.costs.memory.state_bytes import States
 from meshwright.planner.documents.plan import Layout
 from meshwright.planner.documents.tolerances import SLACK
 from meshwright.planner.operators.operator_table import RECOMPUTES, either
+from meshwright.planner.schedules import schedule_of
 from meshwright.planner.schedules.schedule import rank_of_stage
 from meshwright.planner.search.bounds import multi_stage_memory as spread
 from meshwright.planner.search.bounds.memory_bounds import MemoryMoment, binding, loads_of
 from meshwright.planner.search.bounds.multi_stage_memory import StageMemorySpread
-from meshwright.planner.search.bounds.stage_capacity import Options, Stages, capacity_bounds_s
+from meshwright.planner.search.bounds.simulated_cuts import drained_backwards
+from meshwright.planner.search.bounds.stage_capacity import (
+    Options,
+    Room,
+    Stages,
+    capacity_bounds_s,
+)
+from meshwright.planner.search.bounds.whole_layer_paths import RankPaths, paths_s
 from meshwright.planner.search.partition.stage_counts import Shares, longest_run, shares_of
 from meshwright.planner.search.space import LayoutFamily, ShardingChoice, Timetable
 
@@ -103,6 +111,49 @@ class ChainFigures:
     """[division] Credits of all layers, at most."""
 
 
+class Drain(NamedTuple):
+    """[rank] Weight gradients behind the last way back of its first stage; see `drained`."""
+
+    summed: Floats
+    """Of all its stages."""
+    most: Floats
+    """Of any of its stages."""
+    whole: NDArray[np.bool_]
+    """True where the way back through its first stage has the weight gradients in it."""
+    ends: tuple[int, int]
+    """Rank of the model's first, last stage."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """[problem] Problems whose paths are asked for, with what is known of them."""
+
+    low_s: Floats
+    setting: Indices
+    timetables: list[tuple[str, int, int]]
+    paces: ObjectiveCoefficients
+    added_s: Floats
+    synced_s: Floats
+    weights_s: Floats
+    """Seconds of the weight gradients of one of the commonest layers, at most."""
+    ends: list[Floats | None]
+    """[end][figure, problem] Least seconds of the passes of the model's first and last layer, and
+    most of their weight gradients."""
+
+    def of_problems(self, at: Indices) -> _Asked:
+        """Return some of them."""
+        return _Asked(
+            low_s=self.low_s[at],
+            setting=self.setting[at],
+            timetables=[self.timetables[n] for n in at.tolist()],
+            paces=self.paces.of_problems(at),
+            added_s=self.added_s[at],
+            synced_s=self.synced_s[at],
+            weights_s=self.weights_s[at],
+            ends=[None if end is None else end[:, at] for end in self.ends],
+        )
+
+
 class _Ranks(NamedTuple):
     """The ranks of pipelines of one degree under each timetable; arrays begin with [timetable]."""
 
@@ -164,11 +215,15 @@ class MemoryBounds:
         paces: ObjectiveCoefficients,
         added_s: Floats,
         seen_s: Floats | None = None,
+        synced_s: Floats | None = None,
+        limit_s: float = np.inf,
     ) -> Floats:
         """[timetable of the units in turn] Least seconds of a step; inf where none fits.
 
         `settings` [unit] are divisions; `added_s` [unit] comes on top of a step, `seen_s`
-        [unit, choice] of the passes of one of the commonest layers.
+        [unit, choice] of the passes of one of the commonest layers.  Below a limit in seconds of
+        the simulated step, paths count too: `synced_s` [unit] are what one of the commonest layers
+        takes once, which is in `seen_s` as a part of every micro-batch; NaN leaves a unit out.
         """
         keeps_sent = self._tables.rates.framework.pipeline.keeps_sent
         units_s = [
@@ -214,6 +269,22 @@ class MemoryBounds:
             stages = self._stages(ranks, options, degree, boundary_bytes[kept], costs, of_unit)
             rest = settings[of_unit], paces.of_problems(kept), added_s[of_unit]
             bound_s[kept] = self._bound_s(options, stages, *rest)
+            if limit_s < np.inf:
+                timetables = [table for family, _ in units for table in _timetables_of(family)]
+                asked = _Asked(
+                    low_s=bound_s[kept],
+                    setting=rest[0],
+                    timetables=[timetables[at] for at in kept.tolist()],
+                    paces=rest[1],
+                    added_s=rest[2] + self._tables.step_s,
+                    synced_s=(np.zeros(len(units)) if synced_s is None else synced_s)[of_unit],
+                    weights_s=costs.weights_s(self._chain.commonest)[of_unit],
+                    ends=[
+                        None if kind is None else costs.passes_s(kind)[:, of_unit]
+                        for kind in self._tables.end_kinds
+                    ],
+                )
+                bound_s[kept] = self._by_paths(options, stages, ranks, asked, limit_s)
             alone = np.flatnonzero(degree == 1)
             if self._host_bytes is not None and len(alone):
                 on_host = costs.on_host(self._chain.commonest, of_unit)
@@ -411,6 +482,86 @@ class MemoryBounds:
         bound_s = (paces.steady * slowest_s + paces.fill * total_s) * _BELOW + once_s
         return np.where(fits, bound_s.max(axis=0), np.inf)
 
+    def _by_paths(
+        self, options: Options, stages: Stages, ranks: _Ranks, asked: _Asked, limit_s: float
+    ) -> Floats:
+        """[timetable] Bounds by paths through ranks with whole layers, where they may say more."""
+        low_s, count = asked.low_s.copy(), self._chain.counts[self._chain.commonest]
+        may = (stages.counts > 1) & (low_s < limit_s) & ~np.isnan(asked.synced_s)
+        for degree in sorted(set(stages.counts[may].tolist())):
+            at = np.flatnonzero(may & (stages.counts == degree))
+            drains = [drained(degree, *asked.timetables[n]) for n in at.tolist()]
+            at = at[[drain is not None for drain in drains]]
+            if not len(at):
+                continue
+            chosen = np.zeros(len(stages.counts), dtype=bool)
+            chosen[at] = True
+            room = Room(options.for_pipelines(at), stages.for_pipelines(chosen), count)
+            paths = self._paths(
+                room,
+                options.time_s[:, at].min(axis=0),
+                ranks.depths[at],
+                [drain for drain in drains if drain is not None],
+                asked.of_problems(at),
+                limit_s,
+            )
+            added_s = asked.added_s[at]
+            least_s = paths_s(
+                paths, count, (low_s[at] - added_s) * _BELOW, (limit_s - added_s) * _BELOW
+            )
+            low_s[at] = np.maximum(low_s[at], least_s + added_s)
+        return low_s
+
+    def _paths(
+        self,
+        room: Room,
+        fastest_s: Floats,
+        depths: Indices,
+        drains: Sequence[Drain],
+        asked: _Asked,
+        limit_s: float,
+    ) -> RankPaths:
+        """Return what ranks do with n of the commonest layers, for pipelines of one degree."""
+        count, degree = self._chain.counts[self._chain.commonest], len(drains[0].summed)
+        problem = np.repeat(np.arange(len(drains)), degree)
+        first_rank = np.arange(len(drains)) * degree
+        summed = np.concatenate([drain.summed for drain in drains])
+        most = np.concatenate([drain.most for drain in drains])
+        whole = np.concatenate([drain.whole for drain in drains])
+        share = np.array([self._tables.action_share(depth) for depth in depths.tolist()])
+        actions_s = (share * self._tables.action_s)[problem]
+        beside_s = (asked.paces.least_actions[0] * self._tables.action_s)[problem]
+        steady, weight_s, depth = asked.paces.steady[0], asked.weights_s[problem], depths[problem]
+        synced_s = asked.synced_s[problem]
+        each_s = (fastest_s - asked.synced_s / steady)[problem]
+        way_layer_s = np.maximum(0.0, each_s - np.where(whole, 0.0, weight_s))
+        way_s = 2.0 * actions_s
+        way_s[first_rank] -= actions_s[first_rank]
+        drained_s = summed * actions_s
+        for end, of_end in enumerate(asked.ends):
+            if of_end is None:
+                continue
+            passes_s, end_weight_s = of_end
+            at = first_rank + np.array([drain.ends[end] for drain in drains])
+            drained_s[at] += most[at] * end_weight_s
+            if not end:
+                way_s[at] += np.maximum(0.0, passes_s - np.where(whole[at], 0.0, end_weight_s))
+        relieved = np.zeros(len(beside_s), dtype=bool)
+        relieved[first_rank + np.array([drain.ends[1] for drain in drains])] = True
+        least_s = (steady * np.maximum(fastest_s, SLACK)).min()
+        alone, behind, way = [], [], []
+        for n in range(min(count, int(limit_s / least_s) + 1) + 1):
+            seconds = steady[problem] * (room.seconds_of(n) + beside_s)
+            evenly = np.minimum(n * most, -(-n // depth) * summed)
+            weights = np.where(relieved, n * most, evenly)
+            alone.append(seconds)
+            behind.append(seconds - n * synced_s - weights * weight_s - drained_s)
+            way.append((n // depth) * way_layer_s + way_s)
+            way[-1][first_rank] += n * synced_s[first_rank]
+        return RankPaths(
+            np.full(len(drains), degree), np.array(alone), np.array(behind), np.array(way)
+        )
+
 
 class LayersTogether:
     """Bytes of layers in many layouts, and their seconds without those of sharing."""
@@ -468,6 +619,25 @@ class LayersTogether:
         ]
         smallest_bytes: Floats = np.min(of_kinds, axis=0)
         return smallest_bytes
+
+    def weights_s(self, kind: str) -> Floats:
+        """[layout] The most seconds of the weight gradients of a kind's layer."""
+        weights_s: Floats = self.passes_s(kind)[1]
+        return weights_s
+
+    def passes_s(self, kind: str) -> Floats:
+        """[figure, layout] Least seconds of both passes of a kind's layer, most of its weights."""
+        if kind not in self._parts:
+            self._parts[kind] = list(self._choices_of(kind))
+        shape = (len(self._settings),)
+        rows = [
+            [
+                np.broadcast_to(part.forward_s + part.backward_s, shape)
+                for part in self._parts[kind]
+            ],
+            [np.broadcast_to(part.figures.weight_s, shape) for part in self._parts[kind]],
+        ]
+        return np.stack([np.min(rows[0], axis=0), np.max(rows[1], axis=0)])
 
     def on_host(self, kind: str, layouts: Indices) -> Floats:
         """[stored or resident, choice, place] Bytes of one layer of a kind on the host."""
@@ -605,3 +775,24 @@ def _some(ranks: Sequence[_Ranks], degree: Indices, of_unit: Indices, kept: Indi
         np.concatenate([memory.holding for memory in some])[stays],
         np.concatenate([memory.lowest for memory in some])[stays],
     )
+
+
+def _timetables_of(family: LayoutFamily) -> list[tuple[str, int, int]]:
+    """Return the schedules of a family, each with its stages a rank and micro-batches."""
+    return [(name, virtual, family.micro_batches) for name, virtual in family.timetables]
+
+
+@lru_cache(maxsize=1 << 12)
+def drained(ranks: int, schedule: str, virtual_stages: int, micro_batches: int) -> Drain | None:
+    """Return what stands behind the last ways back; None where ranks begin or end otherwise."""
+    if schedule_of(schedule).weight_versions > 1:
+        return None
+    behind = drained_backwards(schedule, ranks * virtual_stages, virtual_stages, micro_batches)
+    if behind is None:
+        return None
+    number, whole = behind
+    home = rank_of_stage(schedule, stages=ranks * virtual_stages, virtual_stages=virtual_stages)
+    summed, most = np.zeros(ranks), np.zeros(ranks)
+    np.add.at(summed, list(home), number)
+    np.maximum.at(most, list(home), number)
+    return Drain(summed, most, whole[:ranks], (home[0], home[-1]))

@@ -337,6 +337,8 @@ class FamilyBounds(Configurations):
 
     _most_paces: ClassVar[int] = 1
     """Most paces in which the seconds of ranks bound a step."""
+    limit_s: float = math.inf
+    """Seconds of the simulated step up to which paths bound it; inf where they do not."""
 
     def __init__(
         self,
@@ -577,11 +579,12 @@ class FamilyBounds(Configurations):
         paces: Sequence[ObjectiveCoefficients],
         once_s: bounds.Floats,
         seen_s: bounds.Floats | None = None,
+        synced_s: bounds.Floats | None = None,
     ) -> list[bounds.Floats]:
         """[unit][timetable] Least seconds within memory, at the greatest of some `paces` [unit].
 
         What sharing adds to a step `once_s` [unit], and to a micro-batch of one of the commonest
-        layers `seen_s` [unit, choice].
+        layers `seen_s` [unit, choice], `synced_s` of it once (see `MemoryBounds.bounds_s`).
         """
         if seen_s is None:  # what sharing adds once has what offloaded states add
             once_s = once_s + [self._added_s(family.savings[0]) for family, _ in units]
@@ -591,6 +594,8 @@ class FamilyBounds(Configurations):
             ObjectiveCoefficients.together(paces),
             once_s,
             seen_s,
+            synced_s,
+            self.limit_s,
         )
         return np.split(bounds_s, np.cumsum([len(family.timetables) for family, _ in units])[:-1])
 
@@ -644,6 +649,7 @@ class FamilyBounds(Configurations):
         they lie, the least of every figure stands for all.
         """
         result, units, paces, once_s, seen_s = [], [], [], [], []
+        synced_s: list[float] = []
         members: list[tuple[bounds.Floats, list[int]]] = []
         for part in parts:
             shared = self._sharing_bounds(part)
@@ -666,8 +672,12 @@ class FamilyBounds(Configurations):
                 )
                 once_s.append(many * once)
                 seen_s.append(seen)
+                steadily = float(pace.fill[0, 0]) == 0.0
+                synced_s.append(float(moved.once_s[group].min()) if steadily else math.nan)
             result.append((part, least_s))
-        rooms_s = self._within_memory_s(units, paces, np.array(once_s), np.array(seen_s))
+        rooms_s = self._within_memory_s(
+            units, paces, np.array(once_s), np.array(seen_s), np.array(synced_s)
+        )
         for (least_s, group), (room_s,) in zip(members, rooms_s, strict=True):
             least_s[group] = np.maximum(least_s[group], room_s)
         return [

@@ -56,8 +56,12 @@ if TYPE_CHECKING:
 MOST_COLUMNS = 6_000
 MOST_ROUNDS = 60
 MOST_ITERATIONS = 1 << 30
-ROUND = 10
+ROUND = 4
 """Multiple of the iterations of all rounds that a single round may take."""
+MOST_MEANS = 2
+"""Means of paths of a timetable that come from programs of their own."""
+STALLED, LITTLE = 6, 0.1
+"""Rounds of mixed columns that raise the bound by less of what is missing are the last ones."""
 CLOSE = 1e-6
 """Relative gap at which a program counts as solved; HiGHS keeps to rows within 1e-7."""
 
@@ -122,6 +126,22 @@ Read = Callable[[Sequence[int], Sequence[int], Sequence[int]], Any]
 """Return the split of device types [rank], places [rank + 1] and options, rank after rank."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PathWeights:
+    """A mean of paths: no step takes less than it does at any stage times.
+
+    The mean whose least over all cuts is the greatest for one layout is near that for others with
+    the same timetable, whose stages have other seconds.
+    """
+
+    visits: Floats
+    """[kind, stage]"""
+    hops: Floats
+    """[boundary]"""
+    ends: Floats
+    """[rank] Share of the paths that end there."""
+
+
 class ColumnProgram:
     """Integer program of what the ranks of a layout may hold in plans that beat a limit."""
 
@@ -149,6 +169,57 @@ class ColumnProgram:
         low_s = cuts_bound_s(self._layout, self._placed, self._transfer_s, limit_s - self._step_s)
         return min(limit_s, low_s + self._step_s)
 
+    def weighted_s(self, weights: PathWeights) -> float:
+        """Return the least of all cuts by one mean of paths."""
+        placed, layout = self._placed, self._layout
+        each_s = np.einsum("cks,ks->c", placed.seconds, weights.visits)
+        each_s += weights.ends[placed.rank] * placed.sync_s
+        least_s = np.full(int(placed.end.max(initial=0)) + 1, np.inf)
+        least_s[0], update_s = 0.0, 0.0
+        for rank in range(layout.pipeline):
+            at = np.flatnonzero(placed.rank == rank)
+            reached_s = least_s[placed.first[at]] + each_s[at]
+            least_s = np.full(len(least_s), np.inf)
+            np.minimum.at(least_s, placed.end[at], reached_s)
+            update_s = max(update_s, float(placed.update_s[at].min(initial=np.inf)))
+        waiting_s = float(weights.hops.sum()) * self._transfer_s
+        return (float(least_s[-1]) + waiting_s) * (1 - CLOSE) + update_s + self._step_s
+
+    def mixed_s(
+        self,
+        limit_s: float,
+        known: list[PathWeights],
+        *,
+        actions: int,
+        most_columns: int,
+        iterations: int,
+    ) -> float:
+        """Return seconds that no mixture of columns simulates below.
+
+        Means of paths that are known may do; that of this layout is added where there are fewer
+        than `MOST_MEANS`.  Limits are those of `optimum`.
+        """
+        low_s = max((self.weighted_s(weights) for weights in known), default=0.0)
+        few = len(known) < MOST_MEANS
+        if low_s >= limit_s or not few or self._is_too_much(actions, most_columns):
+            return low_s
+        program = self._program()
+        low_s = max(low_s, program.solve(limit_s, None, 0, iterations))
+        known += filter(None, [program.weights()])
+        return low_s
+
+    def _is_too_much(self, actions: int, most_columns: int) -> bool:
+        count = 2 * self._layout.micro_batches * self._layout.stages
+        return count > actions or len(self._columns) > most_columns
+
+    def _program(self) -> Program:
+        program = Program(
+            self._layout, self._columns, self._placed, self._read, self._step_s, self._transfer_s
+        )
+        if self._rows:
+            program.keep_one(self._rows, self._sizes)
+        return program
+
     def optimum(
         self,
         limit_s: float,
@@ -165,18 +236,12 @@ class ColumnProgram:
         the program more columns; it stops at `nodes` of a tree, or after the round with which
         all have taken more simplex `iterations`.
         """
-        count = 2 * self._layout.micro_batches * self._layout.stages
-        if count > actions or len(self._columns) > most_columns:
+        if self._is_too_much(actions, most_columns):
             return 0.0
         low_s = self.cut_s(limit_s)
         if low_s >= limit_s:
             return limit_s
-        program = Program(
-            self._layout, self._columns, self._placed, self._read, self._step_s, self._transfer_s
-        )
-        if self._rows:
-            program.keep_one(self._rows, self._sizes)
-        return max(low_s, program.solve(limit_s, tried, nodes, iterations))
+        return max(low_s, self._program().solve(limit_s, tried, nodes, iterations))
 
 
 def of_chain(
@@ -669,6 +734,8 @@ class Program:
         for boundary, pair in enumerate(itertools.pairwise(home)):
             if abs(pair[0] - pair[1]) == 1:
                 self._behind[min(pair), boundary] = 1.0
+        self._paths: list[tuple[int, Path]] = []
+        """Paths with their rows."""
         self._graph: Graph = graph_of(
             layout.executed_schedule.name,
             stages=layout.stages,
@@ -764,6 +831,7 @@ class Program:
             worth += (self._behind @ path.hops)[self._rank] * self._placed.hop_s
         at = np.flatnonzero(worth)
         number = len(self._columns)
+        self._paths.append((self._highs.getNumRow(), path))
         self.row(
             waiting_s / self._unit_s,
             self._infinite,
@@ -774,17 +842,17 @@ class Program:
     def solve(
         self,
         limit_s: float,
-        tried: Callable[[Any], float],
+        tried: Callable[[Any], float] | None,
         nodes: int,
         iterations: int,
     ) -> float:
-        """Return the least step, or `limit_s` if that is less."""
+        """Return the least step, or `limit_s` if that is less; without `tried` of mixed columns."""
         self._highs.setOptionValue("mip_max_nodes", nodes)
         # Work, not seconds: a machine that is busy finds the same.
-        most = min(ROUND * iterations, MOST_ITERATIONS)
+        most = min((ROUND if tried else 1) * iterations, MOST_ITERATIONS)
         self._highs.setOptionValue("simplex_iteration_limit", most)
-        low_s = 0.0
-        for whole in (False, True):
+        low_s, before_s = 0.0, [0.0] * STALLED
+        for whole in (False, True) if tried else (False,):
             kind = self._integer if whole else self._continuous
             for at in self._whole:
                 self._highs.changeColIntegrality(at, kind)
@@ -804,8 +872,11 @@ class Program:
                 low_s = max(low_s, self._proven_s(value))
                 if low_s >= limit_s:
                     return limit_s
+                before_s.append(low_s)
+                if not tried and low_s - before_s[-STALLED] < LITTLE * (limit_s - low_s):
+                    return low_s
                 values = np.array(self._highs.getSolution().col_value)
-                if whole:
+                if whole and tried:
                     values[: len(self._columns)] = values[: len(self._columns)].round()
                     limit_s = min(limit_s, tried(self.solution(values)))
                 if not self._cut_off(values):
@@ -813,6 +884,23 @@ class Program:
                 if iterations < 0:
                     return low_s
         return low_s
+
+    def weights(self) -> PathWeights | None:
+        """Return the mean of paths that bounds mixed columns, by the weights of the last round."""
+        duals = np.array(self._highs.getSolution().row_dual)
+        shares = np.array(
+            [max(0.0, duals[row]) if row < len(duals) else 0.0 for row, _ in self._paths]
+        )
+        if shares.sum() <= 0.0:
+            return None
+        shares /= shares.sum()
+        ends = np.zeros(self._layout.pipeline)
+        np.add.at(ends, [path.rank for _, path in self._paths], shares)
+        visits = sum(
+            share * path.visits for share, (_, path) in zip(shares, self._paths, strict=True)
+        )
+        hops = sum(share * path.hops for share, (_, path) in zip(shares, self._paths, strict=True))
+        return PathWeights(np.asarray(visits), np.asarray(hops), ends)
 
     def _proven_s(self, value: float) -> float:
         return value * self._unit_s * (1 - CLOSE) + self._step_s

@@ -110,7 +110,7 @@ def capacity_bounds_s(
         return slowest_s, total_s
     at = np.flatnonzero(fitting)
     options, stages, low_s = options.for_pipelines(at), stages.for_pipelines(fitting), least_s[at]
-    room = _Room(options, stages, layers)
+    room = Room(options, stages, layers)
     high_s = np.maximum.reduceat(stages.beside_s, stages.firsts)
     high_s = np.maximum(low_s, (high_s + layers * options.time_s.max(axis=0)) * (1 + SLACK))
     holds = room.is_enough(high_s)
@@ -153,7 +153,7 @@ def _quotient(part: Floats, whole: Floats) -> Floats:
     return result
 
 
-class _Room:
+class Room:
     """Room for layers on each stage: arrays [level, price ν, stage] and [level, stage]."""
 
     def __init__(self, options: Options, stages: Stages, layers: int) -> None:
@@ -179,12 +179,12 @@ class _Room:
         np.divide(prices * self._left[:, None], least_s, out=self._of_bytes, where=whole)
         self._empty = stages.free_bytes >= stages.beside_transient_bytes
 
-    def for_pipelines(self, pipelines: Booleans) -> _Room:
+    def for_pipelines(self, pipelines: Booleans) -> Room:
         """Return that of some pipelines, for ceilings alone."""
         if pipelines.all():
             return self
         kept = np.repeat(pipelines, self._stages.counts)
-        part: _Room = object.__new__(_Room)
+        part: Room = object.__new__(Room)
         part._stages, part._layers = self._stages.for_pipelines(pipelines), self._layers
         part._most, part._empty = self._most[:, kept], self._empty[kept]
         part._per_s, part._of_bytes = self._per_s[:, :, kept], self._of_bytes[:, :, kept]
@@ -200,6 +200,14 @@ class _Room:
         number[~possible] = -np.inf
         together: Booleans = np.add.reduceat(number, stages.firsts) >= self._layers
         return together
+
+    def seconds_of(self, number: int) -> Floats:
+        """[stage] Least seconds with that many layers; inf where they do not fit."""
+        beyond = np.maximum(number - self._of_bytes, 0.0)
+        within_s = np.divide(beyond, self._per_s, out=np.zeros(beyond.shape), where=self._per_s > 0)
+        fits = self._most * (1 + SLACK) + SLACK >= number
+        least_s: Floats = np.where(fits, within_s.max(axis=1), np.inf).min(axis=0)
+        return np.where(self._empty, self._stages.beside_s + least_s, np.inf)
 
     def ceiling_s(self, low_s: Floats, high_s: Floats) -> Floats:
         """[pipeline] A ceiling that is too low, or `low_s` where that might do."""

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from meshwright.planner.documents.plan import Layout
 from meshwright.planner.documents.tolerances import ROUNDING
 from meshwright.planner.search.bounds.dominance import Covering
-from meshwright.planner.search.bounds.simulated_optimum import ColumnProgram, of_chain
+from meshwright.planner.search.bounds.simulated_optimum import ColumnProgram, PathWeights, of_chain
 from meshwright.planner.search.bounds.simulated_step import SimulatedCandidates
 from meshwright.planner.search.goals import SimulatedStepGoal, timetable
 from meshwright.planner.search.plan_candidate import Ranked, candidate_of
@@ -55,6 +55,10 @@ if TYPE_CHECKING:
 WITHIN_MEMORY, CUT, OPTIMUM, SETTLED = range(LAYOUT + 1, LAYOUT + 5)
 """Levels of a layout, by what is known: all of its memory; the least of all cuts by paths that stay
 with a rank; the exact optimum of the bound; that of the simulated step."""
+MIXED_COLUMNS = 500
+"""Most columns of all choices whose mixtures are looked at."""
+RELAXED = 4
+"""Multiple of a program's iterations of the simplex algorithm that its relaxation may take."""
 NAMES = (
     "configuration groups within memory",
     "parts with sharing",
@@ -112,6 +116,8 @@ class SimulatedChain(Families):
         """Seconds that programs of layouts have found before their turn."""
         self._any_loss: dict[Layout, _AnyLoss] = {}
         """By a layout of those that differ in how they compute the loss alone."""
+        self._means: dict[tuple[object, ...], list[PathWeights]] = {}
+        """Means of paths that bounded a layout of a timetable."""
         self._excluded, self._bounded = Covering(), Covering()
         """Layouts that do not beat the best; those that were bounded within memory."""
 
@@ -150,6 +156,7 @@ class SimulatedChain(Families):
         self.spent.entries[level] += len(some)
         if level >= LAYOUT:
             self.spent.stages[level] += some[0].layout.stages
+        self.candidates.limit_s = self.goal.limit_s
         nodes: list[Next | Pruned | None] = []
         for node in super().advance(level, some):
             if level < LAYOUT and isinstance(node, tuple):
@@ -205,14 +212,28 @@ class SimulatedChain(Families):
         return self._bounded_s(layout, together.cut_s)
 
     def _cuts_s(self, layout: Layout, stated: StatedProblem) -> float:
-        """Return the least of all cuts of a problem, with the least that options have first."""
-        limit_s, found_s = self.goal.limit_s, 0.0
+        """Return the least of all cuts of a problem, with the least that options have first.
+
+        Whole ranks with that least make a small program, whose rows are all paths.
+        """
+        limit_s, effort, found_s = self.goal.limit_s, self.goal.effort, 0.0
         for fastest_only in (True, False):
             choices = self._choices(layout, stated, fastest_only=fastest_only)
-            if choices is not None:
-                found_s = max(found_s, choices.cut_s(limit_s))
-            if choices is None or found_s >= limit_s:
+            if choices is None:
                 break
+            found_s = max(found_s, choices.cut_s(limit_s) if choices.size else limit_s)
+            if found_s < limit_s and effort.programs:
+                key = fastest_only, timetable(layout), layout.micro_batches, kind(layout)
+                mixed_s = choices.mixed_s(
+                    limit_s,
+                    self._means.setdefault(key, []),
+                    actions=effort.actions,
+                    most_columns=effort.columns if fastest_only else MIXED_COLUMNS,
+                    iterations=RELAXED * effort.iterations,
+                )
+                found_s = max(found_s, mixed_s)
+            if found_s >= limit_s:
+                return limit_s
         return found_s
 
     def _optimum_s(self, layout: Layout) -> float:

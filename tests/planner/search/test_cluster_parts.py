@@ -222,6 +222,8 @@ def test_no_part_takes_less_energy(idle_w: float, devices: int) -> None:
     assert taken == pytest.approx(min(each.values()), rel=1e-9), each
     assert answer.part.request.cluster.devices == devices
     assert answer.answer.certificate.lower_bound_s <= step_s * (1 + 1e-9)
+    [proof] = proof_facts(answer.answer.certificate)
+    assert "energy" in proof.text and "faster" not in proof.text
 
 
 def test_pins_that_fix_a_number_of_devices_are_kept() -> None:
