@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from meshwright.planner.documents.document import json_line, read_text
+from meshwright.planner.documents.events import Drift
 from meshwright.planner.errors import LaunchError
 from meshwright.planner.system.safe_files import folder_within, replace_file
 from meshwright.runtime.checkpoint import object_store
@@ -289,6 +290,16 @@ class NodeAgent:
         with self._lock:
             self.roster.paces = own
             return self.roster.paces_elsewhere()
+
+    def add_drift(self, drift: Drift) -> None:
+        """Tell the others of a rank of this node that fell behind."""
+        with self._lock:
+            self.roster.add_drift(drift)
+
+    def new_drifts(self) -> list[Drift]:
+        """Return what other nodes say of their ranks, each once."""
+        with self._lock:
+            return self.roster.new_drifts()
 
     def node_rank(self) -> NodeRank:
         """Return this node's place among the members of its epoch, and where they meet."""
