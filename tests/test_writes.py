@@ -48,7 +48,8 @@ ALLOWED = {
     ("profiler/profile.py", "rmtree"): OURS,
     ("profiler/profile.py", "unlink"): OURS,
     ("profiler/start_ranks.py", "TemporaryDirectory"): NEW,
-    ("runtime/run/environment.py", "TemporaryDirectory"): NEW,
+    ("runtime/run/environment.py", "mkdir"): NEW,
+    ("runtime/run/environment.py", "rmtree"): NEW,
     ("profiler/start_ranks.py", "mkdir"): NEW,
     ("runtime/resilience/node_agent.py", "link"): OURS,  # the name must be new
     ("runtime/resilience/node_agent.py", "unlink"): OURS,

@@ -110,7 +110,7 @@ BREAKS = {
                 "                value.zero_()\n",
             ),
         ),
-        finding="loss of step|weights",
+        finding="loss of step|has another",
     ),
     "data": Break(
         what="what is gone on from, and the orders before, are not compared with the data",

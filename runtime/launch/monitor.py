@@ -86,8 +86,14 @@ class Pace:
             log_event(self._ready, event)
             if isinstance(event, Drift):
                 self._shown.say.print(f"warning: {event.text}")
+                if self._agent is not None:
+                    self._agent.add_drift(event)
             if self._paced is not None:
                 self._paced(event)
+        if self._agent is not None and self._ready.ranks.leads:
+            for drift in self._agent.new_drifts():
+                log_event(self._ready, drift)
+                self._shown.say.print(f"warning: {drift.text}")
 
     def _steps_done(self) -> int:
         """Return the last step, also on a node whose ranks report none."""

@@ -19,7 +19,7 @@ from meshwright.runtime.run import preemption as notice
 from meshwright.runtime.run.environment import (
     CHECKPOINT_VARIABLE,
     OUTPUT_VARIABLE,
-    place_beside,
+    room_beside,
 )
 from meshwright.runtime.run.rank_exit import die_with_launcher, leave, report_failure
 from meshwright.runtime.run.run_folder import handed_over
@@ -85,11 +85,11 @@ def _hand_over(reason: str) -> None:
 
     place = _place()
     message = handed_over(**place)
-    beside = place_beside(message)
     try:
         with open_below(message, within=place["output"]) as file:
             file.write(reason.encode())
     except (DocumentError, OSError):
+        beside = room_beside(message)
         if beside is None:
             raise
         replace_file(reason, beside)

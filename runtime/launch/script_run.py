@@ -584,8 +584,14 @@ class _ScriptWatch:
             log_event(self._started, event)
             if isinstance(event, Drift):
                 self.progress.say(f"warning: {event.text}")
+                if self.agent is not None:
+                    self.agent.add_drift(event)
             if self._asked is not None and self._asked.paced is not None:
                 self._asked.paced(event)
+        if self.agent is not None and self._started.ranks.leads:
+            for drift in self.agent.new_drifts():
+                log_event(self._started, drift)
+                self.progress.say(f"warning: {drift.text}")
 
     def _look_at_nodes(self, asked: Launch) -> None:
         """Say when ranks train, and look at what other nodes tell."""

@@ -15,12 +15,12 @@ a spare.  Nothing here imports torch.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from meshwright.planner.documents.document import Part
-from meshwright.planner.documents.events import Reaction
+from meshwright.planner.documents.events import Drift, Reaction
 from meshwright.planner.documents.units import Amount, Count, Positive, Text
 from meshwright.runtime.resilience.straggler_detector import StagePace
 from meshwright.runtime.run.recovery_policy import RankEnd
@@ -29,6 +29,8 @@ LOST_S = 4.0
 """An agent that is silent for so long is lost."""
 SUSPECT_S = 1.0
 """Seconds of silence after which an agent whose connections were closed is lost."""
+MOST_DRIFTS = 8
+"""Of an agent's slow ranks, that others are told."""
 Phase = Literal["ready", "running", "ended", "left"]
 """Without ranks, with ranks of its epoch, after those; and gone for good, as it said."""
 
@@ -122,6 +124,8 @@ class Standing(Part):
     held: tuple[Held, ...] = ()
     paces: tuple[StagePace, ...] = ()
     """What the agent's ranks took in the epoch."""
+    drifts: tuple[Drift, ...] = ()
+    """What was said of the agent's slow ranks in the epoch, the newest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +244,8 @@ class Roster:
         self.holdings = Holdings()
         self.paces: tuple[StagePace, ...] = ()
         """What this agent's ranks took in the epoch."""
+        self._drifts: tuple[Drift, ...] = ()
+        self._drifts_known: set[tuple[str, int | None, str, int]] = set()
         self._end: RankEnd | None = None
         self._told: dict[str, Standing] = {}
         self._met: dict[str, Agent] = {}
@@ -264,16 +270,33 @@ class Roster:
             end=self._end,
             held=self.holdings.states,
             paces=self.paces,
+            drifts=self._drifts,
         )
 
     def paces_elsewhere(self) -> tuple[StagePace, ...]:
         """Return what the ranks of other agents took in the epoch."""
-        return tuple(
-            pace
-            for standing in self._told.values()
-            if standing.epoch == self.number and standing.phase == "running"
-            for pace in standing.paces
-        )
+        return tuple(pace for standing in self._in_epoch() for pace in standing.paces)
+
+    def add_drift(self, drift: Drift) -> None:
+        """Tell others, from now on, of a rank of this agent that fell behind."""
+        self._drifts = (*self._drifts, drift)[-MOST_DRIFTS:]
+
+    def new_drifts(self) -> list[Drift]:
+        """Return what other agents say of their ranks, each once."""
+        found = []
+        for standing in self._in_epoch():
+            for drift in standing.drifts:
+                key = standing.agent.start, drift.rank, drift.cause, drift.after_step
+                if key not in self._drifts_known:
+                    self._drifts_known.add(key)
+                    found.append(drift)
+        return found
+
+    def _in_epoch(self) -> Iterator[Standing]:
+        """Yield the others whose ranks train in the epoch."""
+        for standing in self._told.values():
+            if standing.epoch == self.number and standing.phase == "running":
+                yield standing
 
     def meet(self, agent: Agent, now_s: float) -> None:
         """Take notice of an agent that has not been heard yet."""
@@ -317,7 +340,8 @@ class Roster:
             raise ValueError(f"ranks of epoch {self.number} still run")
         if epoch.number <= self.number:
             raise ValueError(f"epoch {epoch.number} is not newer than {self.number}")
-        self.epoch, self.phase, self._end, self.paces = epoch, "ready", None, ()
+        self.epoch, self.phase, self._end = epoch, "ready", None
+        self.paces, self._drifts = (), ()
         self.holdings.go_on_from(epoch.state)
         for member in epoch.members:
             self._heard_s.setdefault(member.start, now_s)

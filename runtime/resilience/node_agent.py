@@ -22,7 +22,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from meshwright.planner.documents.document import json_line, read_text
-from meshwright.planner.errors import LaunchError
+from meshwright.planner.documents.events import Drift
+from meshwright.planner.errors import LaunchError, MeshwrightError
 from meshwright.planner.system.safe_files import folder_within, replace_file
 from meshwright.runtime.checkpoint import object_store
 from meshwright.runtime.resilience.faulty_nodes import (
@@ -56,6 +57,8 @@ TELL_S = 0.5
 LOOK_S = 0.1
 RETURN_S = 60.0
 """Seconds that agents whose ranks have ended wait for the others."""
+ROOM_S = 30.0
+"""Seconds in which an epoch is written again and again to a disk that is full."""
 ANSWERS_S = 1.5
 """Seconds that an agent joining a run that may be alive waits for one of its members."""
 FAREWELLS = 3
@@ -290,6 +293,16 @@ class NodeAgent:
             self.roster.paces = own
             return self.roster.paces_elsewhere()
 
+    def add_drift(self, drift: Drift) -> None:
+        """Tell the others of a rank of this node that fell behind."""
+        with self._lock:
+            self.roster.add_drift(drift)
+
+    def new_drifts(self) -> list[Drift]:
+        """Return what other nodes say of their ranks, each once."""
+        with self._lock:
+            return self.roster.new_drifts()
+
     def node_rank(self) -> NodeRank:
         """Return this node's place among the members of its epoch, and where they meet."""
         members = self.epoch.members
@@ -365,12 +378,25 @@ class NodeAgent:
             if isinstance(wanted, Look):
                 self._adopt()
             elif isinstance(wanted, Proposal):
-                self.register.write_if_free(decide(wanted))
+                self._write(decide(wanted), noticed)
                 self._adopt()
             elif time.monotonic() > deadline_s:
                 raise LaunchError(f"{error}; the nodes have not met again") from error
             else:
                 time.sleep(LOOK_S)
+
+    def _write(self, epoch: Epoch, noticed: Callable[[], object]) -> None:
+        """Write an epoch to the register; a disk that is full may have room again soon."""
+        until_s = time.monotonic() + ROOM_S
+        while True:
+            try:
+                self.register.write_if_free(epoch)
+                return
+            except (OSError, MeshwrightError):
+                if time.monotonic() > until_s:
+                    raise
+            noticed()
+            time.sleep(LOOK_S)
 
     def wait_as_spare(self, noticed: Callable[[], object]) -> None:
         """Wait until an epoch has this node; RunOver where the run ends before.

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,32 +32,35 @@ MESSAGES_VARIABLE = "MESHWRIGHT_MESSAGES"
 
 @contextlib.contextmanager
 def messages_beside() -> Iterator[None]:
-    """Have a private folder for messages beside the run's, for this process and its ranks.
+    """Name a folder for messages beside the run's, for this process and its ranks.
 
-    Without room for it there is none.
+    It is made where it is needed, so that a launcher that is killed leaves nothing.
     """
-    with contextlib.ExitStack() as held:
-        before = os.environ.get(MESSAGES_VARIABLE)
-        with contextlib.suppress(OSError):
-            prefix = "meshwright-messages-"
-            os.environ[MESSAGES_VARIABLE] = held.enter_context(
-                tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)
-            )
-        try:
-            yield
-        finally:
-            os.environ.pop(MESSAGES_VARIABLE, None)
-            if before is not None:
-                os.environ[MESSAGES_VARIABLE] = before
+    before = os.environ.get(MESSAGES_VARIABLE)
+    folder = Path(tempfile.gettempdir()) / f"meshwright-messages-{secrets.token_hex(16)}"
+    os.environ[MESSAGES_VARIABLE] = str(folder)
+    try:
+        yield
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.environ.pop(MESSAGES_VARIABLE)
+        if before is not None:
+            os.environ[MESSAGES_VARIABLE] = before
 
 
-def place_beside(message: Path) -> Path | None:
-    """Return where a message lies whose own place cannot be written; None where that is nowhere."""
+def room_beside(message: Path) -> Path | None:
+    """Return where a message can be written whose own place cannot; None where that is nowhere."""
     folder = os.environ.get(MESSAGES_VARIABLE)
-    return None if folder is None else Path(folder) / message.name
+    if folder is None:
+        return None
+    Path(folder).mkdir(mode=0o700, exist_ok=True)
+    return Path(folder) / message.name
 
 
 def place_of(message: Path) -> Path:
     """Return where a message lies, whether it is there or not."""
-    beside = place_beside(message)
-    return message if beside is None or message.exists() or not beside.exists() else beside
+    folder = os.environ.get(MESSAGES_VARIABLE)
+    if folder is None or message.exists():
+        return message
+    beside = Path(folder) / message.name
+    return beside if beside.exists() else message

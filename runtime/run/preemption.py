@@ -17,7 +17,7 @@ from pathlib import Path
 
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.system.safe_files import open_below, replace_file
-from meshwright.runtime.run.environment import place_beside, place_of
+from meshwright.runtime.run.environment import place_of, room_beside
 
 NOTICE = "MESHWRIGHT_NOTICE"
 """Names, to each rank, the file that a notice leaves."""
@@ -44,12 +44,12 @@ def leave_notice(output: Path, number: int) -> str:
     """Tell this node's ranks; return what there is to say of it."""
     name = name_of(number)
     file = notice_file(output)
-    beside = place_beside(file)
     try:
         output.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
         with open_below(file, within=output) as written, contextlib.suppress(OSError):
             written.write(f"{name}\n".encode())  # that it is there is enough: the disk may be full
     except (DocumentError, OSError):
+        beside = room_beside(file)
         if beside is None:
             raise
         replace_file(f"{name}\n", beside)

@@ -61,7 +61,7 @@ from meshwright.planner.whatif.pricing.survival import RunSeconds, SaveFigures
 from meshwright.planner.whatif.run_status import Viewer
 from meshwright.runtime.core import checksums
 from meshwright.runtime.run import record_segments
-from meshwright.runtime.run.environment import place_beside, place_of
+from meshwright.runtime.run.environment import place_of, room_beside
 from meshwright.runtime.run.launch_options import LaunchRun
 from meshwright.runtime.run.record_segments import segments
 
@@ -206,14 +206,13 @@ def write_message(part: Part, path: Path) -> None:
 
     What cannot be written at all raises as `write_json` does.
     """
-    beside = place_beside(path)
-    if beside is None:
+    try:
         write_json(part, path)
-        return
-    with never_fatal(path):
-        write_json(part, path)
-        return
-    write_json(part, beside)
+    except DocumentError:
+        beside = room_beside(path)
+        if beside is None:
+            raise
+        write_json(part, beside)
 
 
 def read_failures(output: Path, ranks: int) -> list[Failure]:

@@ -101,6 +101,10 @@ def test_data_that_change_under_a_run_are_refused_at_the_restart(
     assert f"step-{step:06} is complete; its state was in memory" in said
 
 
+WITHOUT_FALLBACK_PLANS = """
+from meshwright.launch.fallback_plans import FallbackSolver
+FallbackSolver.begin = lambda self: None
+"""
 KILLED_AT_ITS_END = """
 import os
 import signal
@@ -299,6 +303,7 @@ def test_copies_outlive_a_killed_launcher_and_a_finished_run_ends_well_however_o
     """
     pytest.importorskip("torch")
     room.let_steps_sleep(0.05)
+    room.begins_with += WITHOUT_FALLBACK_PLANS
     room.begins_with += KILLED_AT_ITS_END.replace("FOLDER", str(room.folder))
     nothing_left = f"has done {STEPS} steps and {STEPS} are asked for: nothing left to do"
     plan = room.plan(two_ranks(room))

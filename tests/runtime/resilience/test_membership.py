@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from meshwright.planner.documents.events import Drift
 from meshwright.runtime.resilience.membership import (
     LOST_S,
     SUSPECT_S,
@@ -496,12 +497,27 @@ def test_a_run_that_is_over_on_one_node_is_over() -> None:
     assert second.next_action(9.0) is None
 
 
-def test_paces_of_other_nodes_are_those_of_this_epoch() -> None:
+SLOW = Drift(
+    at_unix_s=1.0,
+    cause="straggler: work",
+    rank=1,
+    after_step=300,
+    measured_s=0.5,
+    predicted_s=0.1,
+    text="rank 1 works 500 ms a step",
+)
+
+
+def test_paces_and_slow_ranks_of_other_nodes_are_those_of_this_epoch() -> None:
     first, second, third = training()
     second.paces = (StagePace(stage=0, ranks=1, data_s=0.1, work_s=0.5),)
     told_to(first, [second, third], 1.0)
     assert first.paces_elsewhere() == second.paces
 
+    second.add_drift(SLOW)
+    told_to(first, [second], 1.2)
+    told_to(first, [second], 1.3)
+    assert (first.new_drifts(), first.new_drifts()) == ([SLOW], [])
     second.ranks_ended(None)
     told_to(first, [second], 1.5)
     assert first.paces_elsewhere() == ()

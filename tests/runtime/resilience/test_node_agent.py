@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import hmac
 import json
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.planner.errors import LaunchError
+from meshwright.planner.errors import DocumentError, LaunchError
 from meshwright.runtime.resilience import node_agent as agents
 from meshwright.runtime.resilience.membership import LOST_S, Epoch, Proposal
 from meshwright.runtime.resilience.node_agent import (
@@ -101,8 +102,9 @@ def nothing() -> None:
 
 
 def test_a_silent_lead_is_replaced_by_a_spare_and_comes_back_as_one(
-    joined: Callable[..., list[NodeAgent]], tmp_path: Path
+    joined: Callable[..., list[NodeAgent]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The disk of the register is full when the next epoch is written, and has room soon."""
     lead, other, spare = joined(3, members=2)
     assert (lead.node_rank().node, other.node_rank().node) == (0, 1)
     assert not spare.roster.is_member
@@ -114,6 +116,15 @@ def test_a_silent_lead_is_replaced_by_a_spare_and_comes_back_as_one(
     assert [one.node for one in over.lost] == [0]
     waiting = threading.Thread(target=spare.wait_as_spare, args=(nothing,))
     waiting.start()
+    errors = [OSError(errno.ENOSPC, "full"), DocumentError("", "No space left on device")]
+    write = other.register.write_if_free
+
+    def write_if_there_is_room(epoch: Epoch) -> bool:
+        if errors:
+            raise errors.pop()
+        return write(epoch)
+
+    monkeypatch.setattr(other.register, "write_if_free", write_if_there_is_room)
     other.regroup(None, over, next_epoch, nothing)
     waiting.join(PATIENCE_S)
 
