@@ -51,10 +51,10 @@ class DeviceCheck:
     def text(self) -> str:
         """One line for the user."""
         slow = len(self.findings)
-        found = "none is slow" if not slow else f"{slow} {'is' if slow == 1 else 'are'} slow"
+        verdict = "none is slow" if not slow else f"{slow} {'is' if slow == 1 else 'are'} slow"
         return (
             f"preflight: {self.devices} devices and {self.links} links in "
-            f"{seconds_text(self.seconds)}: {found}"
+            f"{seconds_text(self.seconds)}: {verdict}"
         )
 
 
@@ -186,7 +186,7 @@ def measure(arguments: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
             ranks, device=device, budget_s=LINKS_S, progress=lambda share: tell("links", share)
         )
     return {
-        "devices": [found.model_dump(mode="json") for found in measured],
+        "devices": [device.model_dump(mode="json") for device in measured],
         "pairs": [pair.model_dump(mode="json") for pair in between],
         "processors": shares,
         "ranks": ranks,

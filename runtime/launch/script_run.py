@@ -578,8 +578,8 @@ class _ScriptWatch:
         """Say which ranks are slower than others with equal work."""
         local = seen.paces()
         paces = {rank: local[at] for rank, at in self._started.ranks.devices.items()}
-        own = self._drift.stage_paces
-        others = self.agent.exchange_paces(own) if self.agent is not None else ()
+        paces_here = self._drift.stage_paces
+        others = self.agent.exchange_paces(paces_here) if self.agent is not None else ()
         for event in self._drift.look((), paces, self.after_step, others):
             log_event(self._started, event)
             if isinstance(event, Drift):

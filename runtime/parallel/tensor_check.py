@@ -694,8 +694,8 @@ def _run(
     torch.manual_seed(0)
     of_stacks, their_gradients = _note_stacks(unit)
     with _errors_as_reasons(), noted_gradients(unit, summed) as gradients:
-        made = tree_leaves(unit(*args, **kwargs))
-        outputs = [leaf for leaf in made if isinstance(leaf, Tensor)]
+        leaves = tree_leaves(unit(*args, **kwargs))
+        outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         _backward(outputs)
     taken = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     return _TrialRun(

@@ -114,8 +114,8 @@ class WeightGradient:
         sums = {}
         for dim in (0, 1):
             rows = grad.movedim(dim, 0).reshape(grad.shape[dim], -1)
-            made = rows @ _signs_of_row(rows.shape[1])
-            sums[dim] = made if dim == 0 else made.t()
+            signed = rows @ _signs_of_row(rows.shape[1])
+            sums[dim] = signed if dim == 0 else signed.t()
         return cls(None, sums, _largest(grad))
 
     @classmethod
@@ -203,12 +203,12 @@ class WindowedProducts(TorchFunctionMode):
 def _grouped(x: Tensor, weights: Tensor, ends: Sequence[int]) -> Tensor:
     """Return each group of rows times its own matrix of a stack; groups end at `ends`."""
     groups = x.tensor_split(list(ends))
-    made = [
+    products = [
         _WindowedProduct.apply(group, weight.t(), None)
         for group, weight in zip(groups, weights, strict=False)
         if len(group)
     ]
-    return torch.cat([*made, x.new_zeros(len(groups[-1]), weights.shape[2])])
+    return torch.cat([*products, x.new_zeros(len(groups[-1]), weights.shape[2])])
 
 
 class _WindowedProduct(torch.autograd.Function):
