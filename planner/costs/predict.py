@@ -172,7 +172,7 @@ def _shared_prediction(plan: Plan, request: Request, placements: Sequence[Placem
     every = (assumption for prediction in each for assumption in prediction.assumptions)
     return slowest.model_copy(
         update={
-            "layout": plan.layout.text(),
+            "layout": plan.layout_text,
             "stages": fullest,
             "fits": all(prediction.fits for prediction in each),
             "host": max(
@@ -406,7 +406,7 @@ def placement_prediction(
     )
     compacted = compaction(predicted, probability) if fits else None
     prediction = Prediction(
-        layout=layout.text(),
+        layout=layout.text_with(tables.request.framework.name),
         step_time_s=step_s,
         step_time_low_s=low_s,
         step_time_high_s=high_s,

@@ -250,6 +250,16 @@ class Layout:
         ]
         return " ".join([*parts, f"micro_batch={self.micro_batch}x{self.micro_batches}"])
 
+    def text_with(self, framework: str) -> str:
+        """Return the layout, with the framework that trains by it where options change its figures.
+
+        >>> Layout().text_with("megatron")
+        'tp=1 pp=1 dp=1 zero=0 micro_batch=1x1'
+        >>> Layout().text_with("megatron+compiled")
+        'tp=1 pp=1 dp=1 zero=0 micro_batch=1x1 megatron+compiled'
+        """
+        return f"{self.text()} {framework}" if "+" in framework else self.text()
+
     def _order_text(self) -> str:
         """Return the axes that divide anything, innermost first."""
         hybrid = self.zero and self.data_replicate > 1
@@ -648,6 +658,11 @@ class Plan(Document):
             **axes_of(self),
         )
 
+    @property
+    def layout_text(self) -> str:
+        """Layout as people write it, with the framework where it has options."""
+        return self.layout.text_with(self.framework)
+
     def with_batch(self, batch: dict[str, BatchLeaf]) -> Self:
         """Return the plan with what one sample of a batch is, in place of a length in tokens."""
         return self.model_copy(update={"batch": batch})
@@ -666,7 +681,7 @@ class Plan(Document):
 
     @property
     def _title(self) -> str:
-        return f"{self.model.name} on {self.cluster}: {self.layout.text()}"
+        return f"{self.model.name} on {self.cluster}: {self.layout_text}"
 
     def _rows(self) -> list[tuple[str, ...]]:
         return [

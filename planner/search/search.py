@@ -228,7 +228,9 @@ class _Proof:
             account.count_settled(outcome, entry.size)
             if len(runners_up) < RUNNERS_UP:
                 loser = Loser(
-                    layout=entry.layout.text(), lower_bound_s=entry.bound_s, reason=outcome
+                    layout=entry.layout.text_with(self._request.framework.name),
+                    lower_bound_s=entry.bound_s,
+                    reason=outcome,
                 )
                 runners_up.append(loser)
         finalists = [

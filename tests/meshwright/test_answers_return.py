@@ -67,22 +67,25 @@ def check_answer(seed: int, folder: Path) -> str:
 
     assert figures(again) == figures(answer.prediction)
     assert again.layout == answer.prediction.layout
-    by_layout(model, cluster, options, plan)
+    by_layout(model, cluster, options, plan, answer.prediction.layout_text)
     return by_export(answer.prediction, plan, file)
 
 
-def by_layout(model: str, cluster: str, options: dict[str, object], plan: Plan) -> None:
-    """Price the printed layout; its figures are a plan's whose stages are even."""
+def by_layout(
+    model: str, cluster: str, options: dict[str, object], plan: Plan, printed: str
+) -> None:
+    """Price the printed layout on the cluster; its figures are a plan's whose stages are even."""
     priced = commands.predict(
         model,
         cluster,
-        layout=plan.layout.text(),
+        layout=printed,
         seq_len=plan.seq_len,
         global_batch=plan.global_batch,
         framework=str(options["framework"]),
     )
     if options["framework"] != "native":
         assert priced.layout == f"{plan.layout.text()} {plan.framework}"
+    assert set(printed.split()) <= set(priced.layout_text.split())
     assert priced.step_time_s > 0
 
 
@@ -119,6 +122,11 @@ def test_answers_return_their_figures(tmp_path: Path) -> None:
     ends = [check_answer(seed, tmp_path) for seed in (2, 3, 4, 6, 7)]
 
     assert ends.count("same") == 3 and ends.count("native") == 2
+
+
+@pytest.mark.parametrize("seed", [81006, 81020])
+def test_answers_with_idle_devices_or_options_return(seed: int, tmp_path: Path) -> None:
+    assert check_answer(seed, tmp_path) in ("same", "refused", "not read", "other layout")
 
 
 @pytest.mark.matrix
