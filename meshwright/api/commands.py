@@ -670,7 +670,9 @@ def _predicted(model: str, cluster: str | None, options: PredictOptions) -> Pred
     wanted_layout = pinned_layout(request, idle=idle)
     check_micro_batches(layout, wanted_layout)
     price = _native_price if base_of(framework) == "native" else _framework_price
-    priced = price(request, wanted_layout).with_notes(*without_effect(pins, wanted_layout))
+    request = replace(request, cluster=_used_part(machine, wanted_layout.devices))
+    priced = price(request, wanted_layout).on(machine.devices, used=wanted_layout.devices)
+    priced = priced.with_notes(*without_effect(pins, wanted_layout))
     notes = _length_notes(
         options.lengths_of_job(),
         wanted_layout,
@@ -685,6 +687,18 @@ def _predicted(model: str, cluster: str | None, options: PredictOptions) -> Pred
         job=request.job,
         prediction=priced.with_notes(*notes),
     )
+
+
+def _used_part(machine: ClusterSpec, used: int) -> ClusterSpec:
+    """Return the nodes of a cluster that as many devices fill, as for plans of a part of it."""
+    each = machine.groups[0].devices_per_node
+    if len(machine.groups) > 1 or used >= machine.devices:
+        return machine
+    if used < each:
+        return machine.smaller(nodes=1, devices_per_node=used)
+    if used % each:
+        return machine
+    return machine.smaller(nodes=used // each, devices_per_node=each)
 
 
 def _native_price(request: Request, layout: Layout) -> Prediction:
