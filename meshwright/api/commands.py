@@ -58,6 +58,7 @@ from meshwright.planner.errors.shown import html_table
 from meshwright.planner.requests.lengths import LENGTH_MULTIPLE, LengthsOfJob, summary
 from meshwright.planner.requests.pins import (
     check_micro_batches,
+    framework_beside,
     outside,
     read_layout,
     without_effect,
@@ -268,7 +269,7 @@ def answer_to(
     if searched is None:
         assert refused is not None
         raise type(refused)(f"{refused}{_with_less_surety(request)}") from refused
-    answer = searched.answer
+    answer = _beside_idle_devices(searched.answer, request.cluster.devices)
     prediction = answer.prediction.on(
         request.cluster.devices,
         used=answer.plan.mesh.devices,
@@ -285,6 +286,30 @@ def answer_to(
         *faster_elsewhere(searched.part.request, answer.plan, prediction),
     )
     return replace(answer, prediction=prediction)
+
+
+def _beside_idle_devices(answer: Answer, devices: int) -> Answer:
+    """Return an answer of a part whose other plans and proof name what they leave of `devices`."""
+    return replace(
+        answer,
+        certificate=answer.certificate.leaving(devices - answer.plan.mesh.devices),
+        top=tuple(
+            replace(
+                ranked,
+                prediction=ranked.prediction.leaving(devices - ranked.plan.mesh.devices),
+            )
+            for ranked in answer.top
+        ),
+        choices=tuple(
+            choice
+            if choice.plan is None or choice.prediction is None
+            else replace(
+                choice,
+                prediction=choice.prediction.leaving(devices - choice.plan.mesh.devices),
+            )
+            for choice in answer.choices
+        ),
+    )
 
 
 def _with_allowed_choices(request: Request) -> Iterator[Request]:
@@ -333,8 +358,8 @@ def _with_less_surety(request: Request) -> str:
         return ""
     return (
         f" This asks for {request.fit_probability:.0%} certainty that it fits; with "
-        f"--fit-probability {AS_PREDICTED:g} the plan is {prediction.layout}, which fits with a "
-        f"probability of {prediction.fit_probability or 0.0:.0%}."
+        f"--fit-probability {AS_PREDICTED:g} the plan is {prediction.layout_text}, which fits "
+        f"with a probability of {prediction.fit_probability or 0.0:.0%}."
     )
 
 
@@ -362,7 +387,7 @@ def compare(
     if len(plans) < 2:
         raise DocumentError("plans", "are fewer than two; name those to be compared")
     named = [
-        (plan.layout.text(), plan, of_plan(plan, cluster, None))
+        (plan.layout_text, plan, of_plan(plan, cluster, None))
         if isinstance(plan, Plan)
         else (str(plan), document.read(Plan, plan), predict(str(plan), cluster))
         for plan in plans
@@ -633,18 +658,21 @@ def _predicted(model: str, cluster: str | None, options: PredictOptions) -> Pred
     machine = machine_of(cluster, measured)
     layout = options.layout or ""
     pins, idle = read_layout(layout, ["stale,compress"])
+    framework = framework_beside(layout, options.framework)
     request = Request.create(
         graph,
         machine,
         **options.of_request(),
         pins=pins,
         profile=measured,
-        framework=options.framework,
+        framework=framework,
     )
     wanted_layout = pinned_layout(request, idle=idle)
     check_micro_batches(layout, wanted_layout)
-    price = _native_price if base_of(options.framework) == "native" else _framework_price
-    priced = price(request, wanted_layout).with_notes(*without_effect(pins, wanted_layout))
+    price = _native_price if base_of(framework) == "native" else _framework_price
+    request = replace(request, cluster=_used_part(machine, wanted_layout.devices))
+    priced = price(request, wanted_layout).on(machine.devices, used=wanted_layout.devices)
+    priced = priced.with_notes(*without_effect(pins, wanted_layout))
     notes = _length_notes(
         options.lengths_of_job(),
         wanted_layout,
@@ -659,6 +687,18 @@ def _predicted(model: str, cluster: str | None, options: PredictOptions) -> Pred
         job=request.job,
         prediction=priced.with_notes(*notes),
     )
+
+
+def _used_part(machine: ClusterSpec, used: int) -> ClusterSpec:
+    """Return the nodes of a cluster that as many devices fill, as for plans of a part of it."""
+    each = machine.groups[0].devices_per_node
+    if len(machine.groups) > 1 or used >= machine.devices:
+        return machine
+    if used < each:
+        return machine.smaller(nodes=1, devices_per_node=used)
+    if used % each:
+        return machine
+    return machine.smaller(nodes=used // each, devices_per_node=each)
 
 
 def _native_price(request: Request, layout: Layout) -> Prediction:

@@ -271,15 +271,17 @@ def predict(
     from meshwright.api.plan_options import JobOptions
     from meshwright.planner.report.facts import Fact, Summary
     from meshwright.planner.report.text import assumptions_text, job_text, prediction_facts
+    from meshwright.planner.requests.pins import framework_beside
     from meshwright.render.json_output import as_json
     from meshwright.render.text import defaults_facts, next_fact
 
     mine = of_user()
     job = dict(options)
     if not is_plan(model):  # which has its own
+        named = framework_beside(layout or "", framework or "native")
         cluster, framework = (
             mine.value_of("cluster", cluster),
-            mine.value_of("framework", framework),
+            mine.value_of("framework", named if named != "native" else framework),
         )
         job["precision"] = mine.precision(options.get("precision"))
     predicted = commands.predicted_plan(
@@ -309,7 +311,7 @@ def predict(
         words = [shlex.quote(word) for word in option_words(given)]
         then = " ".join(["plan", model, "--cluster", predicted.cluster, *words])
     more_facts = [*defaults_facts(mine.notes), next_fact(f"meshwright {then}", explain=explain)]
-    facts = [Fact(label="layout", text=prediction.layout)]
+    facts = [Fact(label="layout", text=prediction.layout_text)]
     facts += prediction_facts(prediction, whole=explain)
     title = f"{predicted.model} on {predicted.cluster}: {job_text(predicted.job)}"
     out.print(Summary(title, [*facts, *more_facts], whole=explain))

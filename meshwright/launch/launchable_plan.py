@@ -125,7 +125,7 @@ class LaunchablePlan:
         if not quiet:
             print(
                 f"meshwright: planned again for {fit.machine.devices} of {self.machine.devices} "
-                f"devices: {fit.plan.layout.text()}, "
+                f"devices: {fit.plan.layout_text}, "
                 f"{'found' if source == 'book' else 'written'} in {path}",
                 file=sys.stderr,
             )

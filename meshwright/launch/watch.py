@@ -177,7 +177,7 @@ def _facts(run: WatchedRun) -> Iterator[Fact]:
     view = run.view
     if run.plan is not None:
         ranks = f"{view.devices or run.plan.mesh.devices} devices"
-        yield Fact(label="run", text=f"{run.plan.model.name}, {ranks}, {run.plan.layout.text()}")
+        yield Fact(label="run", text=f"{run.plan.model.name}, {ranks}, {run.plan.layout_text}")
     alarm = slowness_text(view.step_s, view.predicted_step_s)
     if alarm:
         yield Fact(label="SLOW", text=alarm, style="bold red", lines=4)

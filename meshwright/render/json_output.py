@@ -22,7 +22,7 @@ def answer_json(answer: Answer) -> dict[str, Any]:
     prediction = answer.prediction
     return {
         "plan": answer.plan.model_dump(mode="json", exclude_none=True),
-        "layout": prediction.layout,
+        "layout": prediction.layout_text,
         "step_time_s": prediction.step_time_s,
         "step_time_low_s": prediction.step_time_low_s,
         "step_time_high_s": prediction.step_time_high_s,
@@ -38,7 +38,7 @@ def answer_json(answer: Answer) -> dict[str, Any]:
         "certificate": answer.certificate.model_dump(mode="json", exclude_none=True),
         "top": [
             {
-                "layout": ranked.prediction.layout,
+                "layout": ranked.prediction.layout_text,
                 "closed_form_s": ranked.objective_s,
                 "step_time_s": ranked.prediction.step_time_s,
                 "plan": ranked.plan.model_dump(mode="json", exclude_none=True),
@@ -122,7 +122,7 @@ def choices_json(choices: Sequence[Alternative]) -> list[dict[str, Any]]:
     return [
         {
             "what": choice.what,
-            "layout": choice.prediction.layout if choice.prediction else None,
+            "layout": choice.prediction.layout_text if choice.prediction else None,
             "step_time_s": choice.prediction.step_time_s if choice.prediction else None,
             "more": choice.more,
             "peak_memory_bytes": choice.peak_bytes,
@@ -143,7 +143,7 @@ def improved_json(improved: PlanImprovement) -> dict[str, Any]:
     return {
         **{
             name: {
-                "layout": plan.layout.text(),
+                "layout": prediction.layout_text,
                 "step_time_s": prediction.step_time_s,
                 "step_time_low_s": prediction.step_time_low_s,
                 "step_time_high_s": prediction.step_time_high_s,
@@ -177,7 +177,7 @@ def imported_json(imported: ImportedPlan) -> dict[str, Any]:
     """Return the output of `import --json`."""
     return {
         "plan": imported.plan.model_dump(mode="json", exclude_none=True),
-        "layout": imported.plan.layout.text(),
+        "layout": imported.prediction.layout_text,
         "assumed": list(imported.assumed),
         "unknown": list(imported.unknown),
         "without_effect": list(imported.without_effect),

@@ -184,8 +184,8 @@ def improved_parts(
     memory = " -> ".join(map(_memory_text, (mine, best)))
     is_whole = not words_notes(mine)
     facts = [
-        Fact(label="yours", text=improved.mine.layout.text()),
-        Fact(label="best" if is_whole else "other", text=improved.best.plan.layout.text()),
+        Fact(label="yours", text=mine.layout_text),
+        Fact(label="best" if is_whole else "other", text=best.layout_text),
     ]
     if improved.changes:
         saved_s = of_s - best.step_time_s
@@ -262,7 +262,7 @@ def imported_facts(
     imported: ImportedPlan, defaults: Sequence[str], output: str | None, *, explain: bool
 ) -> Summary:
     """Return the plan of a configuration, what it takes, and what was not understood."""
-    facts = [Fact(label="plan", text=imported.plan.layout.text())]
+    facts = [Fact(label="plan", text=imported.prediction.layout_text)]
     facts += prediction_facts(imported.prediction, whole=explain)
     if explain:
         facts += [Fact(label="assumed", text=what) for what in imported.assumed]
@@ -293,7 +293,7 @@ def top_table(answer: Answer) -> Table:
         prediction = ranked.prediction
         table.add_row(
             str(place),
-            prediction.layout,
+            prediction.layout_text,
             seconds_text(ranked.objective_s),
             seconds_text(prediction.step_time_s),
             bytes_text(_peak(prediction)),

@@ -506,12 +506,12 @@ class Tuning:
         return Trial(
             trial=1,
             plan_digest=candidate.plan.digest,
-            layout=candidate.prediction.layout,
+            layout=candidate.prediction.layout_text,
             ended="ran",
             predicted_s=candidate.prediction.step_time_s,
             believed_s=candidate.prediction.step_time_s,
             seconds=tuner.trial_s(option),
-            answer=candidate.prediction.layout,
+            answer=candidate.prediction.layout_text,
             sure=0.0,
         )
 
@@ -565,7 +565,7 @@ class Tuning:
         return RenewedProof(
             chosen_s=predict(chosen, request.model, request.cluster, request.profile).step_time_s,
             lower_bound_s=answer.certificate.lower_bound_s,
-            layout=answer.prediction.layout,
+            layout=answer.prediction.layout_text,
             step_s=answer.prediction.step_time_s,
             known=answer.plan.layout in layouts,
         )
@@ -607,7 +607,7 @@ class Tuning:
         number, candidate = len(trials) + 1, self._options[option]
         believed_s, low_s, high_s = tuner.posterior.seconds(option)
         self.notify(
-            f"trial {number}: {candidate.prediction.layout}, expected {low_s:.3g} to "
+            f"trial {number}: {candidate.prediction.layout_text}, expected {low_s:.3g} to "
             f"{high_s:.3g} s a step"
         )
         measured = trial(
@@ -622,7 +622,7 @@ class Tuning:
         self.notify(f"trial {number}: {result.ended} {seen}".rstrip())
         return result.model_copy(
             update={
-                "answer": self.candidates[after.answer].prediction.layout,
+                "answer": self.candidates[after.answer].prediction.layout_text,
                 "sure": after.sure if after.ran else 0.0,
             }
         )
@@ -638,7 +638,7 @@ class Tuning:
         return Trial(
             trial=number,
             plan_digest=candidate.plan.digest,
-            layout=candidate.prediction.layout,
+            layout=candidate.prediction.layout_text,
             ended=seen.ended,
             predicted_s=candidate.prediction.step_time_s,
             believed_s=believed_s,
@@ -647,7 +647,7 @@ class Tuning:
             steps=seen.steps,
             memory_ratio=ratio,
             seconds=seen.seconds,
-            answer=candidate.prediction.layout,
+            answer=candidate.prediction.layout_text,
             sure=0.0,
             why=seen.why or None,
         )

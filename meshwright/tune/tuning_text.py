@@ -37,10 +37,10 @@ def write_page(tuned: TuningResult, path: str) -> None:
     """Write the page of trials."""
     from meshwright.planner.report.trials import page  # noqa: PLC0415 - loads jinja2
 
-    names = [candidate.prediction.layout for candidate in tuned.candidates]
+    names = [candidate.prediction.layout_text for candidate in tuned.candidates]
     if tuned.small is not None:
         names += [
-            f"{stand_in.candidate.prediction.layout}, {stand_in.request.model.name} "
+            f"{stand_in.candidate.prediction.layout_text}, {stand_in.request.model.name} "
             f"on {tuned.trial_cluster}"
             for stand_in in tuned.small.stand_ins
         ]
@@ -53,14 +53,14 @@ def _title(tuned: TuningResult) -> str:
 
 
 def _agenda_facts(tuned: TuningResult) -> Iterator[Fact]:
-    yield Fact(label="plan", text=tuned.chosen.prediction.layout, lines=2)
+    yield Fact(label="plan", text=tuned.chosen.prediction.layout_text, lines=2)
     total_s = 0.0
     for place, option in enumerate(tuned.queue, start=1):
         candidate, seconds = tuned.options[option], tuned.tuner.trial_s(option)
         total_s += seconds
         yield Fact(
             label=f"trial {place}",
-            text=f"{candidate.prediction.layout}: "
+            text=f"{candidate.prediction.layout_text}: "
             f"{seconds_text(candidate.prediction.step_time_s)} a step, "
             f"{_minutes_text(tuned.devices * seconds)}",
             lines=1,
@@ -77,7 +77,7 @@ def _result_facts(tuned: TuningResult) -> Iterator[Fact]:
     chosen = tuned.chosen
     believed_s, low_s, high_s = tuned.tuner.posterior.seconds(tuned.tuner.answer)
     source = "estimated" if tuned.step_s is None else "measured"
-    yield Fact(label="plan", text=chosen.prediction.layout)
+    yield Fact(label="plan", text=chosen.prediction.layout_text)
     yield Fact(
         label="time",
         text=f"{seconds_text(tuned.step_s or believed_s)} a step, {source} "
@@ -187,7 +187,9 @@ def _gain_text(tuned: TuningResult) -> str:
     if tuned.tuner.answer == 0:
         return "none: the plan predicted fastest is the fastest measured"
     if first_s is None or step_s is None:
-        return f"the plan predicted fastest did not run: {tuned.candidates[0].prediction.layout}"
+        return (
+            f"the plan predicted fastest did not run: {tuned.candidates[0].prediction.layout_text}"
+        )
     return (
         f"{100 * (first_s / step_s - 1):.1f} % faster than the plan predicted fastest, which took "
         f"{seconds_text(first_s)}"
@@ -224,7 +226,7 @@ def tuned_json(tuned: TuningResult) -> dict[str, Any]:
     chosen, posterior = tuned.chosen, tuned.tuner.posterior
     return {
         "plan": chosen.plan.model_dump(mode="json", exclude_none=True),
-        "layout": chosen.prediction.layout,
+        "layout": chosen.prediction.layout_text,
         "step_time_s": tuned.step_s,
         "predicted_s": chosen.prediction.step_time_s,
         "believed_s": list(posterior.seconds(tuned.tuner.answer)),
@@ -237,7 +239,7 @@ def tuned_json(tuned: TuningResult) -> dict[str, Any]:
         "trials": [trial.model_dump(mode="json", exclude_none=True) for trial in tuned.trials],
         "intended": [
             {
-                "layout": tuned.options[option].prediction.layout,
+                "layout": tuned.options[option].prediction.layout_text,
                 "predicted_s": tuned.options[option].prediction.step_time_s,
                 "device_s": tuned.devices * tuned.tuner.trial_s(option),
             }
@@ -245,7 +247,7 @@ def tuned_json(tuned: TuningResult) -> dict[str, Any]:
         ],
         "candidates": [
             {
-                "layout": candidate.prediction.layout,
+                "layout": candidate.prediction.layout_text,
                 "predicted_s": candidate.prediction.step_time_s,
                 "believed_s": list(posterior.seconds(at)),
                 "fits": float(tuned.tuner.fits[at]),

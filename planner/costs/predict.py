@@ -46,7 +46,7 @@ from meshwright.planner.costs.uncertainty import (
     step_range,
 )
 from meshwright.planner.documents.model import ModelGraph, is_script
-from meshwright.planner.documents.plan import Activations, Layout, Plan
+from meshwright.planner.documents.plan import Activations, Layout, Plan, choices_of_blocks
 from meshwright.planner.documents.prediction import (
     Assumption,
     HostUse,
@@ -172,7 +172,7 @@ def _shared_prediction(plan: Plan, request: Request, placements: Sequence[Placem
     every = (assumption for prediction in each for assumption in prediction.assumptions)
     return slowest.model_copy(
         update={
-            "layout": plan.layout.text(),
+            "layout": plan.layout_text,
             "stages": fullest,
             "fits": all(prediction.fits for prediction in each),
             "host": max(
@@ -406,7 +406,10 @@ def placement_prediction(
     )
     compacted = compaction(predicted, probability) if fits else None
     prediction = Prediction(
-        layout=layout.text(),
+        layout=layout.text_with(
+            tables.request.framework.name,
+            choices_of_blocks(itertools.chain.from_iterable(placements)),
+        ),
         step_time_s=step_s,
         step_time_low_s=low_s,
         step_time_high_s=high_s,

@@ -6,6 +6,7 @@ with its stages.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -148,6 +149,17 @@ def loss_text(loss: ChunkedLoss | None) -> str:
     return word if loss.rows == CHUNK_ROWS else f"{word}/{loss.rows}"
 
 
+def choices_of_blocks(
+    layers: Iterable[tuple[str, Recompute, Activations]],
+) -> set[tuple[Recompute, Activations]]:
+    """Return the choices of layers that lie between the first and the last.
+
+    >>> choices_of_blocks([("a", "none", "keep"), ("b", "full", "keep"), ("c", "none", "keep")])
+    {('full', 'keep')}
+    """
+    return {(recompute, activations) for _, recompute, activations in [*layers][1:-1]}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """One configuration: degrees, ZeRO level, schedule and micro-batch.
@@ -249,6 +261,24 @@ class Layout:
             if (value := getattr(self, axis.name)) != axis.usual
         ]
         return " ".join([*parts, f"micro_batch={self.micro_batch}x{self.micro_batches}"])
+
+    def text_with(
+        self, framework: str, blocks: Collection[tuple[Recompute, Activations]] = ()
+    ) -> str:
+        """Return the layout with what also decides its figures: what its blocks recompute, if all
+        do alike, and the framework that trains by it, where it has options.
+
+        >>> Layout().text_with("megatron")
+        'tp=1 pp=1 dp=1 zero=0 micro_batch=1x1'
+        >>> Layout().text_with("megatron+compiled", {("full", "keep")})
+        'tp=1 pp=1 dp=1 zero=0 micro_batch=1x1 recompute=full megatron+compiled'
+        """
+        parts = [self.text()]
+        if len(blocks) == 1:
+            [(recompute, activations)] = blocks
+            parts += [f"recompute={recompute}"] if recompute != "none" else []
+            parts += [f"activations={activations}"] if activations != "keep" else []
+        return " ".join([*parts, *([framework] if "+" in framework else ())])
 
     def _order_text(self) -> str:
         """Return the axes that divide anything, innermost first."""
@@ -648,6 +678,16 @@ class Plan(Document):
             **axes_of(self),
         )
 
+    @property
+    def layout_text(self) -> str:
+        """Layout as people write it, with what all blocks recompute and a framework's options."""
+        layers = [
+            (layer.layer, layer.recompute, layer.activations)
+            for stage in self.stages
+            for layer in stage.layers
+        ]
+        return self.layout.text_with(self.framework, choices_of_blocks(layers))
+
     def with_batch(self, batch: dict[str, BatchLeaf]) -> Self:
         """Return the plan with what one sample of a batch is, in place of a length in tokens."""
         return self.model_copy(update={"batch": batch})
@@ -666,7 +706,7 @@ class Plan(Document):
 
     @property
     def _title(self) -> str:
-        return f"{self.model.name} on {self.cluster}: {self.layout.text()}"
+        return f"{self.model.name} on {self.cluster}: {self.layout_text}"
 
     def _rows(self) -> list[tuple[str, ...]]:
         return [

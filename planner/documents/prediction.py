@@ -184,7 +184,12 @@ class Prediction(Document):
     def _title(self) -> str:
         span = f"{seconds_text(self.step_time_low_s)} to {seconds_text(self.step_time_high_s)}"
         fits = "" if self.fits else f"; {self.misfit}"
-        return f"{self.layout}: step {seconds_text(self.step_time_s)} ({span}){fits}"
+        return f"{self.layout_text}: step {seconds_text(self.step_time_s)} ({span}){fits}"
+
+    @property
+    def layout_text(self) -> str:
+        """Layout as it is shown and as `--layout` reads it, with the devices that are idle."""
+        return f"{self.layout} idle={self.idle_devices}" if self.idle_devices else self.layout
 
     @property
     def misfit(self) -> str:
@@ -223,6 +228,10 @@ class Prediction(Document):
         """Return the prediction with more notes."""
         return self.model_copy(update={"notes": (*self.notes, *notes)}) if notes else self
 
+    def leaving(self, devices: int) -> Self:
+        """Return the prediction for a cluster of which as many devices are idle."""
+        return self.model_copy(update={"idle_devices": devices}) if devices > 0 else self
+
     def on(self, devices: int, *, used: int, where: str = "") -> Self:
         """Return the prediction for a cluster with `devices`, of which ranks use `used`.
 
@@ -232,9 +241,7 @@ class Prediction(Document):
         if idle <= 0:
             return self
         verb = "is" if idle == 1 else "are"
-        return self.model_copy(update={"idle_devices": idle}).with_notes(
-            f"{idle} of {devices} devices {verb} idle{where}"
-        )
+        return self.leaving(idle).with_notes(f"{idle} of {devices} devices {verb} idle{where}")
 
 
 class Loser(Part):
@@ -318,6 +325,28 @@ class Certificate(Document):
     several groups, how many with some devices of more than one were looked at for faster plans."""
     least: Literal["energy", "cost"] | None = None
     """What parts of the cluster are compared by, where it is not the step time."""
+
+    def leaving(self, devices: int) -> Self:
+        """Return the certificate of a part of a cluster, beside which as many devices are idle."""
+        if devices <= 0:
+            return self
+
+        def named(layout: str) -> dict[str, str]:
+            return {"layout": f"{layout} idle={devices}"}
+
+        return self.model_copy(
+            update={
+                "layout": None if self.layout is None else named(self.layout)["layout"],
+                "plan": self.plan and self.plan.model_copy(update=named(self.plan.layout)),
+                **{
+                    name: tuple(
+                        entry.model_copy(update=named(entry.layout))
+                        for entry in getattr(self, name)
+                    )
+                    for name in ("runners_up", "finalists")
+                },
+            }
+        )
 
     def _repr_html_(self) -> str:
         """Return the proof as notebooks show it: how many configurations fell to which argument."""

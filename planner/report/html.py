@@ -96,7 +96,7 @@ def distinct_choices(choices: Sequence[Alternative]) -> list[Alternative]:
     """Return choices that are different plans: one plan is one row, with all that it is."""
     rows: dict[object, Alternative] = {}
     for choice in choices:
-        key = choice.what if choice.prediction is None else choice.prediction.layout
+        key = choice.what if choice.prediction is None else choice.prediction.layout_text
         first = rows.get(key)
         rows[key] = choice if first is None else replace(first, what=f"{first.what}, {choice.what}")
     return list(rows.values())

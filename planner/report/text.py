@@ -39,7 +39,8 @@ def ties(prediction: Prediction, certificate: Certificate) -> list[str]:
         for finalist in certificate.finalists
         if finalist.step_time_s <= bar * prediction.step_time_s
     ]
-    return [layout for layout in dict.fromkeys(ties) if layout != prediction.layout]
+    shown = (prediction.layout, prediction.layout_text)
+    return [layout for layout in dict.fromkeys(ties) if layout not in shown]
 
 
 def parts(layout: str) -> int:
@@ -94,7 +95,7 @@ def answer_text(
     proof, and how the others fell.
     """
     facts = [
-        Fact(label="plan", text=plan.layout.text()),
+        Fact(label="plan", text=prediction.layout_text),
         Fact(label="stages", text=stages_text(plan), detail=True),
         *prediction_facts(prediction, whole=explain),
     ]
@@ -117,7 +118,7 @@ def answer_text(
     if certificate is not None:
         step_s, miss = prediction.step_time_s, own_miss(prediction.step_parts)
         low_s, high_s = step_s * (1 - miss), step_s * (1 + miss)
-        tied = tie_text(plan.layout.text(), ties(prediction, certificate), low_s, high_s)
+        tied = tie_text(prediction.layout, ties(prediction, certificate), low_s, high_s)
         facts = [Fact(label="ties", text=tied)] if tied else []
         rows += ["", Summary("proof", [*certificate_facts(certificate), *facts], whole=True)]
     return Group(*rows, "", assumptions_text(prediction))
@@ -204,7 +205,7 @@ def choices_table(choices: Sequence[Alternative]) -> Table:
             seconds_text(choice.prediction.step_time_s),
             f"{100 * choice.more:+.1f} %",
             bytes_text(choice.peak_bytes),
-            f"{choice.prediction.layout}\n{choice.why}",
+            f"{choice.prediction.layout_text}\n{choice.why}",
         )
     return table
 

@@ -7,8 +7,11 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
+from meshwright.planner.catalog import framework as framework_called
+from meshwright.planner.catalog import framework_name
 from meshwright.planner.documents.axes import LAYOUT_AXES, LayoutAxis
 from meshwright.planner.documents.document import nearest
+from meshwright.planner.documents.framework import base_of
 from meshwright.planner.documents.framework_space import Space
 from meshwright.planner.documents.plan import (
     INSIDE_OUT,
@@ -189,7 +192,7 @@ def read_layout(text: str, allow: Sequence[str] = ()) -> tuple[Pins, int | None]
     """
     parts = [_as_pin(part) for part in re.split(r"[,\s]+", text.strip())]
     idle = [part for part in parts if part.partition("=")[0] == "idle"]
-    others = [part for part in parts if part not in idle]
+    others = [part for part in parts if part not in idle and not _is_framework(part)]
     if len(idle) > 1:
         raise DocumentError("layout", f"'{idle[1]}': idle is given twice; leave one out")
     pins = read_pins([",".join(others)] if any(others) else [], allow)
@@ -199,6 +202,38 @@ def read_layout(text: str, allow: Sequence[str] = ()) -> tuple[Pins, int | None]
     if not value.isdecimal() or len(value) > LONGEST_NUMBER:
         raise DocumentError("layout", f"'{idle[0]:.40}': idle is no whole number; give one from 0")
     return pins, int(value)
+
+
+def framework_beside(layout: str, framework: str) -> str:
+    """Return the framework that prices a layout, whose text may name it as answers print it.
+
+    The text adds options to a framework; it names no other than a `framework` that is not native.
+
+    >>> framework_beside("tp=2 dp=4 megatron+recompute-layernorm", "megatron")
+    'megatron+recompute-layernorm'
+    >>> framework_beside("tp=2 dp=4", "megatron")
+    'megatron'
+    """
+    words = [word for word in re.split(r"[,\s]+", layout.strip()) if _is_framework(word)]
+    named = list(dict.fromkeys(framework_called(word).name for word in words))
+    if not named:
+        return framework
+    asked = framework_called(framework).name
+    if len(named) > 1 or (asked not in ("native", named[0], base_of(named[0]))):
+        other = named[1] if len(named) > 1 else asked
+        raise DocumentError(
+            "layout", f"names {named[0]}, and the framework is {other}; leave one of them out"
+        )
+    return named[0]
+
+
+def _is_framework(word: str) -> bool:
+    """Return whether a word of a layout is a framework's name, with or without options."""
+    try:
+        framework_name(base_of(word))
+    except DocumentError:
+        return False
+    return True
 
 
 def _as_pin(word: str) -> str:

@@ -271,13 +271,13 @@ def pinned_layout(request: Request, *, idle: int | None = None) -> Layout:
 
     Choices that they leave open take the plainest value: data parallelism the devices that are
     left, sharded by ZeRO-1, and a micro-batch 1 sample.  Devices are left `idle` only if their
-    number is named.
+    number is named; a layout that takes all devices leaves none, as on a part of a cluster.
     """
     cluster, job, pins = request.cluster, request.job, request.pins
     tensor, pipeline = pins.tensor or 1, pins.pipeline or 1
     context, expert = pins.context or 1, pins.expert or 1
     used = cluster.devices - (idle or 0)
-    if used < 1:
+    if used < 1 and tensor * context * pipeline * (pins.data or 0) != cluster.devices:
         raise DocumentError(
             "layout", f"idle={idle} leaves none of {cluster.devices} devices; lower it"
         )

@@ -70,7 +70,7 @@ class Answer:
         rows = [
             (
                 choice.what,
-                choice.plan.layout.text() if choice.plan else "",
+                choice.prediction.layout_text if choice.prediction else "",
                 seconds_text(choice.prediction.step_time_s) if choice.prediction else "",
                 f"{100 * choice.more:+.1f} %" if choice.prediction else "",
                 choice.why,
@@ -79,7 +79,7 @@ class Answer:
         ]
         if not rows:
             step = seconds_text(self.prediction.step_time_s)
-            rows = [("plan", self.plan.layout.text(), step, "", "")]
+            rows = [("plan", self.prediction.layout_text, step, "", "")]
         title = f"{self.plan.model.name} on {self.plan.cluster}"
         head = ("choice", "plan", "step", "cost", "why")
         return html_table(title, head, rows, [self.certificate.statement])

@@ -141,7 +141,7 @@ def closest_miss(request: Request, reasons: Iterable[str], build: Build) -> str:
     )
     parts = sorted(stage.memory_parts.items(), key=lambda part: -part[1])[:4]
     listed = ", ".join(f"{name} {bytes_text(size)}" for name, size in parts)
-    name, group = closest.prediction.layout, closest.plan.stages[index].group
+    name, group = closest.prediction.layout_text, closest.plan.stages[index].group
     if group is None:
         needs = factor * groups[0].accelerator.memory_bytes
         where = f"needs at least {bytes_text(needs)} on each; stage {index} needs {listed}"
@@ -162,7 +162,7 @@ def _host_miss(request: Request, closest: Ranked) -> str:
     group = next(group for group in request.cluster.groups if named in (None, group.name))
     needs = group.devices_per_node * stage.host_bytes
     use = filled_host(group, needs, usable_share(request.framework, closest.plan.offload))
-    return f"The closest, {closest.prediction.layout}, fits the devices, with {use}."
+    return f"The closest, {closest.prediction.layout_text}, fits the devices, with {use}."
 
 
 Lean = list[tuple[int, SearchSpace, Layout]]

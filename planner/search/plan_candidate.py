@@ -30,7 +30,12 @@ class Ranked:
 
 def proven(certificate: Certificate, chosen: Ranked) -> Certificate:
     """Return a search's certificate with what it proves of the plan that was chosen."""
-    return of_plan(certificate, layout=chosen.plan.layout, step_s=chosen.prediction.step_time_s)
+    return of_plan(
+        certificate,
+        layout=chosen.plan.layout,
+        step_s=chosen.prediction.step_time_s,
+        framework=chosen.plan.framework,
+    )
 
 
 def candidate_of(candidates: Candidates, layout: Layout, solution: Solution) -> Ranked:

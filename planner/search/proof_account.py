@@ -144,12 +144,14 @@ def certificate_of(
     )
 
 
-def of_plan(certificate: Certificate, *, layout: Layout, step_s: float) -> Certificate:
+def of_plan(
+    certificate: Certificate, *, layout: Layout, step_s: float, framework: str = "native"
+) -> Certificate:
     """Return the certificate with what it proves of the plan that is the answer."""
     bound_s = min(certificate.lower_bound_s, step_s)
     statement = _statement(step_s, bound_s, certificate.configurations)
     proof = PlanProof(
-        layout=layout.text(),
+        layout=layout.text_with(framework),
         step_time_s=step_s,
         lower_bound_s=bound_s,
         gap=_gap(step_s, bound_s),

@@ -229,12 +229,14 @@ class _Proof:
             account.count_settled(outcome, entry.size)
             if len(runners_up) < RUNNERS_UP:
                 loser = Loser(
-                    layout=entry.layout.text(), lower_bound_s=entry.bound_s, reason=outcome
+                    layout=entry.layout.text_with(self._request.framework.name),
+                    lower_bound_s=entry.bound_s,
+                    reason=outcome,
                 )
                 runners_up.append(loser)
         finalists = [
             Finalist(
-                layout=candidate.prediction.layout + beside,
+                layout=_text_with(candidate.prediction.layout, beside),
                 closed_form_s=candidate.objective_s,
                 step_time_s=candidate.prediction.step_time_s,
             )
@@ -322,6 +324,15 @@ def _recompute(space: Any) -> str:
         choice for choices_of_kind in candidates.recompute.values() for choice in choices_of_kind
     } - {"none"}
     return f" recompute={'|'.join(sorted(choices)) or 'none'}"
+
+
+def _text_with(layout: str, beside: str) -> str:
+    """Return a layout's text with what its blocks recompute, where that is not in it.
+
+    >>> _text_with("tp=1 recompute=full", " recompute=full"), _text_with("tp=1", " recompute=none")
+    ('tp=1 recompute=full', 'tp=1 recompute=none')
+    """
+    return layout if " recompute=" in layout else layout + beside
 
 
 def check_request(request: Request, solver: str) -> None:

@@ -197,7 +197,7 @@ def evaluate(
         fits=True,
         framework=planned_run.framework,
         layout=prediction.layout
-        + (f" ({idle} of {candidate.devices} devices idle)" if idle else ""),
+        + (f" idle={idle} ({idle} of {candidate.devices} devices idle)" if idle else ""),
         idle=idle,
         step_s=step,
         tokens_per_s=product([tokens, step.inverse]),

@@ -313,14 +313,14 @@ def check_devices(plan: Plan, device: Device, local_ranks: Mapping[int, int]) ->
         have = cuda_devices()
         if ranks > have:
             raise LaunchError(
-                f"the plan needs {ranks} devices{here} ({plan.layout.text()}); this machine has "
+                f"the plan needs {ranks} devices{here} ({plan.layout_text}); this machine has "
                 f"{have}. Plan again for `--cluster local`, or launch where they are"
             )
         return []
     have = cores()
     if ranks > RANKS_PER_CORE * have:
         raise LaunchError(
-            f"the plan needs {ranks} ranks{here} ({plan.layout.text()}); this machine has no "
+            f"the plan needs {ranks} ranks{here} ({plan.layout_text}); this machine has no "
             f"accelerator and {have} cores, which carry at most {RANKS_PER_CORE * have}. Plan "
             "again for `--cluster local`, or launch where the devices are"
         )

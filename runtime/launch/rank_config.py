@@ -92,7 +92,7 @@ def write_orders(
         left_out = f", of which {count_text(corpus.counted)} count"
     say.print(
         f"{count_text(corpus.tokens)} tokens by {corpus.tokenizer}{left_out}; "
-        f"{ready.ranks.world} ranks on {ready.ranks.device}{here}, {ready.plan.layout.text()}; "
+        f"{ready.ranks.world} ranks on {ready.ranks.device}{here}, {ready.plan.layout_text}; "
         f"in {ready.output}"
     )
     held_out = data.prepare(ready.held_out, tokenizer=ready.tokenizer) if ready.held_out else None

@@ -352,7 +352,7 @@ def _next_attempt(
     if started.slots is not None and saved is not None:
         # One rank that is left is joined to nobody, and reads no copies.
         rescue(started.slots, saved, say=say)
-    say(f"going on with {plan.mesh.devices} of {devices} devices: {plan.layout.text()}")
+    say(f"going on with {plan.mesh.devices} of {devices} devices: {plan.layout_text}")
     ranks = LocalRanks(
         plan.mesh.devices, started.ranks.device, ranks_of_node(plan, 0, [plan.mesh.devices])
     )

@@ -201,7 +201,7 @@ def summarise(
     return RunReport(
         model=plan.model.name,
         plan_digest=plan.digest,
-        layout=plan.layout.text(),
+        layout=plan.layout_text,
         device=orders.device,
         ranks=len(ranks),
         first_step=first,

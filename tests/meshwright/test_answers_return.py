@@ -67,23 +67,31 @@ def check_answer(seed: int, folder: Path) -> str:
 
     assert figures(again) == figures(answer.prediction)
     assert again.layout == answer.prediction.layout
-    by_layout(model, cluster, options, plan)
+    by_layout(model, cluster, options, plan, answer.prediction)
     return by_export(answer.prediction, plan, file)
 
 
-def by_layout(model: str, cluster: str, options: dict[str, object], plan: Plan) -> None:
-    """Price the printed layout; its figures are a plan's whose stages are even."""
+def by_layout(
+    model: str, cluster: str, options: dict[str, object], plan: Plan, answered: Prediction
+) -> None:
+    """Price the printed layout; it gives an answer's figures, if stages and blocks are alike."""
+    printed, framework = answered.layout_text, str(options["framework"])
     priced = commands.predict(
         model,
         cluster,
-        layout=plan.layout.text(),
+        layout=printed,
         seq_len=plan.seq_len,
         global_batch=plan.global_batch,
-        framework=str(options["framework"]),
+        framework=framework,
     )
-    if options["framework"] != "native":
-        assert priced.layout == f"{plan.layout.text()} {plan.framework}"
+    assert set(printed.split()) <= set(priced.layout_text.split())
     assert priced.step_time_s > 0
+    if framework != "native":
+        assert priced.layout.startswith(plan.layout.text())
+        assert priced.layout.endswith(f" {plan.framework}")
+        blocks = {layer.recompute for stage in plan.stages for layer in stage.layers[1:-1]}
+        if plan.mesh.pipeline == 1 and len(blocks) == 1:
+            assert figures(priced) == pytest.approx(figures(answered))
 
 
 def by_export(answered: Prediction, plan: Plan, file: Path) -> str:
@@ -119,6 +127,11 @@ def test_answers_return_their_figures(tmp_path: Path) -> None:
     ends = [check_answer(seed, tmp_path) for seed in (2, 3, 4, 6, 7)]
 
     assert ends.count("same") == 3 and ends.count("native") == 2
+
+
+@pytest.mark.parametrize("seed", [81006, 81020, 93105])
+def test_answers_with_idle_devices_or_options_return(seed: int, tmp_path: Path) -> None:
+    assert check_answer(seed, tmp_path) in ("same", "refused", "not read", "other layout")
 
 
 @pytest.mark.matrix
@@ -176,3 +189,28 @@ def test_a_printed_layout_of_another_batch_is_refused() -> None:
             seq_len=1024,
             global_batch=64,
         )
+
+
+def test_a_layout_that_names_another_framework_is_refused() -> None:
+    with pytest.raises(DocumentError, match="names megatron, and the framework is deepspeed"):
+        commands.predict(
+            "llama-3.2-1b",
+            "8xh100-sxm-80gb",
+            layout="tp=1 pp=1 dp=8 zero=1 micro_batch=1x8 megatron",
+            global_batch=64,
+            framework="deepspeed",
+        )
+
+
+def test_a_layout_with_idle_devices_is_priced_on_its_part_too() -> None:
+    steps = {
+        commands.predict(
+            "llama-3.2-1b",
+            cluster,
+            layout="tp=1 pp=1 dp=8 zero=1 micro_batch=1x8 idle=8",
+            global_batch=64,
+        ).step_time_s
+        for cluster in ("2x8xh100-sxm-80gb", "2x8xh100-sxm-80gb:1x8")
+    }
+
+    assert len(steps) == 1

@@ -188,6 +188,7 @@ def test_a_best_plan_is_compared_with_the_probability_that_it_fits(
     def priced(step_s: float, fit_probability: float | None) -> Any:
         stage = SimpleNamespace(peak_memory_bytes=79 * 2**30)
         return SimpleNamespace(
+            layout_text=Layout().text(),
             step_time_s=step_s,
             stages=[stage],
             fit_probability=fit_probability,

@@ -218,7 +218,9 @@ def framework_prediction(request: Request, layout: Layout) -> Prediction:
             f"takes {layout.devices} devices, and {request.cluster.name} has "
             f"{request.cluster.devices}",
         )
-    return setup_prediction(_of_pins(request, layout), layout.text())
+    pins = request.pins
+    blocks = {(pins.recompute or "none", pins.activations or "keep")}
+    return setup_prediction(_of_pins(request, layout), layout.text_with("", blocks))
 
 
 def framework_plan(request: Request, layout: Layout) -> Plan:
