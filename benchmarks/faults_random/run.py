@@ -708,8 +708,6 @@ class Run:
 
     def damage_gradient(self) -> str | None:
         """Let a rank's next gradient be NaN, before it is summed."""
-        if not _in_script(self):
-            self.slack += SAVE_EVERY  # memory is not trusted then, by the documents
         return self.order("nan gradient")
 
     def signal_rank(self, number: signal.Signals) -> str | None:

@@ -115,7 +115,7 @@ def run_attempt(
             saves=saves,
             expect=expect if run.checkpoint is not None else None,
             # Copies are newer than the last comparison of replicas; checkpoints are compared first.
-            copies=all(end.cause != "corruption" for end in ends),
+            copies=not any(end.spoils_copies for end in ends),
         )
     )
     if report is None:

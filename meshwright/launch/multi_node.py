@@ -278,7 +278,7 @@ class Epochs:
         self._fit = self._planned if epoch.plan is None else self._planned.with_plan(epoch.plan)
         if self._fit.machine.devices == self._planned.machine.devices:
             self._planned = self._fit  # with less memory, from here on
-        if epoch.ends and epoch.ends[-1].cause == "corruption":
+        if epoch.ends and epoch.ends[-1].spoils_copies:
             self._means.slots.forget()
         self._hide_lost(epoch)
 

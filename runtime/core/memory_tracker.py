@@ -26,6 +26,17 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from meshwright.runtime.core.pinned_memory import makes_room, on_host
 
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Tell whether memory ran out, on a device or on the host.
+
+    >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("a shape"))
+    (True, False)
+    """
+    kinds = torch.OutOfMemoryError, MemoryError
+    return isinstance(error, kinds) or "DefaultCPUAllocator: can't allocate" in str(error)
+
+
 _left_out: list[None] = []
 """Not empty while what operators return is left out."""
 ASKS_DEVICE = torch.ops.prim.device.default

@@ -30,6 +30,8 @@ from meshwright.runtime.launch.transient_errors import (
 )
 from meshwright.runtime.resilience.hang_detector import HungRank
 from meshwright.runtime.resilience.heartbeat import stack_file
+from meshwright.runtime.resilience.shared_memory import Slots
+from meshwright.runtime.resilience.state_rescue import newest_copy_step
 from meshwright.runtime.run import run_folder as run
 from meshwright.runtime.run.launch_options import LaunchRun
 from meshwright.runtime.run.recovery_policy import RankEnd
@@ -58,6 +60,7 @@ class RunContext(Protocol):
         """Its folder."""
 
 
+NOTHING_SAVED = "; nothing was saved"
 MOST_EVIDENCE = 1000
 """Characters of an error that are written down."""
 MOST_KEPT = 4000
@@ -249,6 +252,7 @@ def _wrong_numbers(
             rank=suspect,
             after_step=after_step,
             named=failure.suspect is not None,
+            copies_hold=failure.kind == "StepDiffered",
         ),
         output=ready.output,
     )
@@ -359,6 +363,16 @@ def _how(ready: RunContext, bad: BadEnd, message: str, *, after_step: int) -> tu
     return f"rank {ended.rank} {how} after step {after_step}", False
 
 
+def name_copies(error: Exception, slots: Slots | None) -> None:
+    """Have an error say that copies in memory have a state, where no checkpoint has one."""
+    step = newest_copy_step(slots)
+    if step and isinstance(error, RunEnded) and error.saved == NOTHING_SAVED:
+        error.saved = (
+            f"; the state of step {step} is in memory, and is written to a checkpoint when the run "
+            "ends"
+        )
+
+
 def way_on(ready: RunContext) -> str:
     """Return what was saved, as the end of a sentence."""
     return saved_text(ready.run.checkpoint)
@@ -368,4 +382,4 @@ def saved_text(folder: Path | None) -> str:
     """Return what a folder of checkpoints has to go on from, as the end of a sentence."""
     saved = checkpoint.newest(folder) if folder else None
     name = (folder and object_store.newest_name(folder)) or (saved and str(saved))
-    return f"; {name} is complete and can be resumed" if name else "; nothing was saved"
+    return f"; {name} is complete and can be resumed" if name else NOTHING_SAVED

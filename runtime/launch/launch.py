@@ -36,6 +36,7 @@ from meshwright.runtime.launch.failure_report import (
     bad_end,
     incident,
     log_event,
+    name_copies,
     way_on,
     write_incident,
 )
@@ -117,8 +118,8 @@ def launch(asked: Launch) -> RunReport | None:
         shown = ProgressLine(steps=ready.run.steps, say=say)
         # From here on: what comes while data are prepared is a notice too.
         shared = held.enter_context(_noticing(ready, shown))
-        spool = ready.run.checkpoint if ready.ranks.leads else None
-        held.enter_context(object_store.RecordSender(ready.output, spool, goes_on=ready.run.resume))
+        held.enter_context(_record_sender(ready))
+        looks: Looks | None = None
         try:
             orders = _begin_attempt(ready, rendezvous, asked, say, started_unix_s=started_unix_s)
             if orders is None:
@@ -131,17 +132,29 @@ def launch(asked: Launch) -> RunReport | None:
             return _report(ready, rendezvous, orders, started_s)
         except KeyboardInterrupt:
             _rescue(ready, asked, say)
-            raise Interrupted(f"interrupted {shown.progress_text}{way_on(ready)}") from None
+            raise Interrupted(f"interrupted {_progress_text(looks)}{way_on(ready)}") from None
         except OSError as error:
             if error.filename is None:
                 raise
             _rescue(ready, asked, say)
             raise LaunchError(
-                f"{error.filename}: {error.strerror} {shown.progress_text}{way_on(ready)}. Do not "
-                f"change the folder of the run, {ready.output}, while it runs"
+                f"{error.filename}: {error.strerror} {_progress_text(looks)}{way_on(ready)}. Do "
+                f"not change the folder of the run, {ready.output}, while it runs"
             ) from error
         finally:
             shown.close()
+
+
+def _record_sender(ready: Preflight) -> object_store.RecordSender:
+    """Return what sends the run's records into an object store, from the node that leads."""
+    spool = ready.run.checkpoint if ready.ranks.leads else None
+    return object_store.RecordSender(ready.output, spool, goes_on=ready.run.resume)
+
+
+def _progress_text(looks: Looks | None) -> str:
+    """Return how far training was, as far as this node knows."""
+    step = 0 if looks is None else looks.after_step
+    return f"after step {step}" if step else "before the first step"
 
 
 def _of_survival(ready: Preflight, asked: Launch) -> dict[str, str]:
@@ -291,6 +304,7 @@ def _supervise(
                 refresh=looks,
             )
         except (RanksHang, RankSlow) as error:
+            name_copies(error, asked.slots)
             write_incident(ready, error, after_step=looks.after_step)
             raise
         except NodeLeft as error:
@@ -308,9 +322,10 @@ def _supervise(
                 most_bytes=most.get(bad.cause.rank),
             )
             ended = bad_end(ready, bad, after_step=looks.after_step, memory=memory)
+            name_copies(ended, asked.slots)
             write_incident(ready, ended, after_step=looks.after_step)
             end = ended.end if isinstance(ended, RankFailed) else None
-            if asked.slots is not None and end is not None and end.cause == "corruption":
+            if asked.slots is not None and end is not None and end.spoils_copies:
                 asked.slots.forget()
             raise ended
 

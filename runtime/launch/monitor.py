@@ -17,6 +17,7 @@ from meshwright.planner.documents.events import (
 )
 from meshwright.planner.documents.prediction import Prediction
 from meshwright.planner.errors import MeshwrightError
+from meshwright.runtime.checkpoint import checkpoint
 from meshwright.runtime.launch.failure_report import hung, log_event
 from meshwright.runtime.launch.host_memory_limits import most_bytes
 from meshwright.runtime.launch.launch_config import Launch
@@ -25,6 +26,7 @@ from meshwright.runtime.launch.preflight import Preflight
 from meshwright.runtime.resilience.hang_detector import HangWatch
 from meshwright.runtime.resilience.heartbeat import Beacons
 from meshwright.runtime.resilience.node_agent import NodeAgent
+from meshwright.runtime.resilience.state_rescue import newest_copy_step
 from meshwright.runtime.resilience.straggler_detector import DriftWatch
 from meshwright.runtime.run import run_folder as run
 from meshwright.runtime.run.progress_line import ProgressLine
@@ -129,6 +131,7 @@ class Looks:
         self._ready, self._asked = ready, asked
         self._begin_s = time.monotonic()
         self._copied_every = 0
+        self._begun_from = checkpoint.progress(ready.resumed).step if ready.resumed else 0
         self._predicted_s = run.account_of(ready.output).start_s
         tells = asked.elastic and ready.ranks.leads
         self._events = run.AddedLines(run.events_file(ready.output)) if tells else None
@@ -142,7 +145,14 @@ class Looks:
     def after_step(self) -> int:
         """The last step that was done, as far as this node knows."""
         places = [] if self.seen is None else self.seen.places()
-        return max([self.shown.step, *(place.steps_done for place in places)])
+        return max(
+            [
+                self.shown.step,
+                self._begun_from,
+                newest_copy_step(self._asked.slots),
+                *(place.steps_done for place in places),
+            ]
+        )
 
     def __call__(self) -> None:
         """Look once; raises RanksHang where a rank hangs."""

@@ -51,6 +51,7 @@ from meshwright.runtime.launch.failure_report import (
     bad_end,
     hung,
     log_event,
+    name_copies,
     write_incident,
 )
 from meshwright.runtime.launch.launch_config import Launch
@@ -66,7 +67,12 @@ from meshwright.runtime.launch.rank_processes import GRACE_S, BadEnd, log_end, s
 from meshwright.runtime.resilience.hang_detector import HangWatch
 from meshwright.runtime.resilience.heartbeat import BEACONS, Beacons, beacons
 from meshwright.runtime.resilience.shared_memory import CopyContext, Slots
-from meshwright.runtime.resilience.state_rescue import adopt, rescue, saved_step
+from meshwright.runtime.resilience.state_rescue import (
+    adopt,
+    newest_copy_step,
+    rescue,
+    saved_step,
+)
 from meshwright.runtime.resilience.straggler_detector import DriftWatch
 from meshwright.runtime.run import preemption as notice
 from meshwright.runtime.run import run_folder as run
@@ -263,7 +269,7 @@ def run_script(
             if isinstance(error, _Ended):
                 raise LaunchError(f"{error}{error.rest}") from None
             if isinstance(error, KeyboardInterrupt):
-                raise _interruption(folder) from None
+                raise _interruption(_steps_done(folder), leads=leads) from None
             raise
     if not leads:
         return None
@@ -271,10 +277,10 @@ def run_script(
     return ScriptRun(steps=steps, output=output, restarts=count, global_batch=plan.global_batch)
 
 
-def _interruption(folder: Path) -> Interrupted:
-    done = _steps_done(folder)
+def _interruption(done: int, *, leads: bool) -> Interrupted:
+    """Return what an interrupted script is told; nodes that do not lead may not know a step."""
     if not done:
-        return Interrupted("interrupted before the first step")
+        return Interrupted("interrupted before the first step" if leads else "interrupted")
     return Interrupted(
         f"interrupted after step {done}; started again, a script that calls "
         "engine.resume(folder) goes on from its last checkpoint"
@@ -337,7 +343,7 @@ def _next_attempt(
         Decision(at_unix_s=unix_now_s(), reaction=judged.reaction, why=judged.why, devices=devices),
         run.events_file(started.folder),
     )
-    if ends[-1].cause == "corruption" and started.slots is not None:
+    if ends[-1].spoils_copies and started.slots is not None:
         started.slots.forget()
     if judged.reaction == "stop":
         raise ended
@@ -401,6 +407,7 @@ def _attempt(
     except (HandedOver, _Ended):
         raise
     except RanksHang as error:
+        name_copies(error, started.slots)
         write_incident(started, error, after_step=watch.after_step)
         raise _Ended(error.lead, error.rest, error.end) from None
     except LaunchError as error:  # another node's ranks, or the node itself
@@ -539,6 +546,8 @@ class _ScriptWatch:
         if not survival.elastic:
             return shared
         self._first = _steps_done(folder)
+        saved = 0 if survival.checkpoint is None else saved_step(survival.checkpoint)
+        self._done = max(self._done, saved, newest_copy_step(started.slots))
         self._seen = held.enter_context(beacons(len(ranks.devices)))
         held.callback(lambda: self.after_step)  # what beacons have told stays
         shared[BEACONS] = str(self._seen.file)
@@ -676,12 +685,13 @@ def run_epoch(
                 lambda bad: _error_of(started, bad, after_step=watch.after_step),
             )
         except (RanksHang, RankSlow) as error:
+            name_copies(error, asked.slots)
             write_incident(started, error, after_step=watch.after_step)
             raise
         except NodeLeft as error:
             raise RankFailed(str(error), output=folder, left=error) from error
         except KeyboardInterrupt:
-            raise _interruption(folder) from None
+            raise _interruption(watch.after_step, leads=ranks.leads) from None
         if not ranks.leads:
             return None
         log_event(
@@ -707,6 +717,7 @@ def _error_of(started: _Started, bad: BadEnd, *, after_step: int) -> Exception:
     if bad.failure is not None and bad.failure.kind == "SystemExit":
         return LaunchError(f"{_how(bad, started.folder)}{_log_of(started, bad)}")
     ended = bad_end(started, bad, after_step=after_step)
+    name_copies(ended, started.slots)
     write_incident(started, ended, after_step=after_step)
     return ended
 
@@ -718,6 +729,7 @@ def _end_of(started: _Started, bad: BadEnd, *, after_step: int) -> RankEnd | Non
     if bad.failure is not None and bad.failure.kind == "SystemExit":
         return None
     ended = bad_end(started, bad, after_step=after_step)
+    name_copies(ended, started.slots)
     write_incident(started, ended, after_step=after_step)
     return ended.end if isinstance(ended, RankFailed) else None
 

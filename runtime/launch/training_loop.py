@@ -34,7 +34,7 @@ from meshwright.runtime.checkpoint import checkpoint, object_store
 from meshwright.runtime.checkpoint.checkpoint import Progress, TrainingIdentity
 from meshwright.runtime.checkpoint.state_snapshot import boxes
 from meshwright.runtime.core.local_parts import to_local
-from meshwright.runtime.core.memory_tracker import LiveMemory
+from meshwright.runtime.core.memory_tracker import LiveMemory, is_out_of_memory
 from meshwright.runtime.core.mesh import Place
 from meshwright.runtime.data.corpus import Corpus, CorpusSamples
 from meshwright.runtime.data.packing import PackedSamples, samples_of
@@ -179,16 +179,6 @@ class OutOfMemoryError(RuntimeError):
         self.needed_bytes: int | None = None
         if torch.cuda.is_initialized():
             self.needed_bytes = torch.cuda.max_memory_reserved() + asked_bytes(message)
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Tell whether memory ran out, on a device or on the host.
-
-    >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("a shape"))
-    (True, False)
-    """
-    kinds = torch.OutOfMemoryError, MemoryError
-    return isinstance(error, kinds) or "DefaultCPUAllocator: can't allocate" in str(error)
 
 
 def asked_bytes(message: str) -> int:
@@ -603,13 +593,15 @@ class Loop:
     def _done_again(self, last: int, replays: Replays) -> int | None:
         """Do the steps since the newest copy again; return its step, None where there is none.
 
-        Raises StepDiffered where they give something else.
+        Raises StepDiffered where they give something else; the copy is then what training goes on
+        from, so its replicas are compared as those of a checkpoint are.
         """
         assert self._mirror is not None
         kept = self._mirror.newest(boxes(self.engine.state()), of_this=True)
         if kept is None:
             return None
         self._put_back(kept)
+        self.engine.refuse_drifted()
         for step in range(kept.step + 1, last + 1):
             result = self._step()
             replays.compare(step, **_values(result), gradient=self.engine.own_values)

@@ -138,14 +138,14 @@ class Mirror:
         key, snapshots, label = restored
         self._behind = key[0], key[1]
         for at, slot in enumerate(self._own):
-            own = slot.label()
-            if own is not None and key_of(own) == key:
+            newer = slot.label()
+            if newer is not None and key_of(newer) == key:
                 self._next = 1 - at  # the older one is written first
         labels = (slot.label() for slot in mine)
         encoded: dict[str, str] = {}
-        for one in labels:
-            if one is not None and key_of(one) == key:
-                encoded |= one["files"]
+        for part in labels:
+            if part is not None and key_of(part) == key:
+                encoded |= part["files"]
         every: list[dict[str, str]] = all_gather_json(encoded)
         encoded = {name: data for files in every for name, data in files.items()}
         used = SampleDigest.model_validate(label["used"])

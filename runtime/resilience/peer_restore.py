@@ -157,8 +157,8 @@ def _wanted_boxes(
     """Return the boxes that a rank asks for; None where they do not make up what it needs."""
     result: list[Want] = []
     rank = dist.get_rank()
-    # Its own first: a replica that is here need not travel.
-    order = sorted(parts, key=lambda part: (holders[part] != rank, part))
+    # A replica that is here need not travel; its own, lest a damaged one be covered by another's.
+    order = sorted(parts, key=lambda part: (holders[part] != rank, part != rank, part))
     for name, box in needed.items():
         taken: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
         covered, elements = 0, math.prod(box.shape)

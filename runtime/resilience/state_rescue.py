@@ -128,6 +128,12 @@ def delete_older_copies(folder: Path) -> None:
                 shutil.rmtree(left.folder, ignore_errors=True)
 
 
+def newest_copy_step(slots: Slots | None) -> int:
+    """Return the step of the newest state of which this node has copies, 0 where it has none."""
+    keys = _keys(slots.node, 0) if slots is not None else []
+    return keys[0][0] if keys else 0
+
+
 def _is_newer(node: NodeSlots, folder: Path) -> bool:
     return bool(_keys(node, saved_step(folder)))
 

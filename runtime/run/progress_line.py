@@ -37,11 +37,6 @@ class ProgressLine:
         self._again: StepRecord | None = None
         """The last step that was written anew and not done again."""
 
-    @property
-    def progress_text(self) -> str:
-        """Progress of training, in words."""
-        return f"after step {self.step}" if self.step else "before the first step"
-
     def follow(self, metrics: Path, before: Iterable[StepRecord] = ()) -> None:
         """Show what is added to a metrics file from now on.
 

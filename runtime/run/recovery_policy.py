@@ -160,8 +160,15 @@ class RankEnd(Part):
     """True if the memory is the host's, beside devices with memory of their own."""
     named: bool = True
     """True if it is known that this rank did it."""
+    copies_hold: bool = False
+    """True if corruption came behind the newest copy, whose replicas were compared since."""
     said: Text | None = None
     """By its own node's launcher."""
+
+    @property
+    def spoils_copies(self) -> bool:
+        """True if copies in memory may be damaged; checkpoints were compared before each save."""
+        return self.cause == "corruption" and not self.copies_hold
 
 
 def verdict(

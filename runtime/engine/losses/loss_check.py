@@ -33,6 +33,7 @@ from meshwright.runtime.core import auxiliary_loss as inner_loss
 from meshwright.runtime.core.batches import cut_by, part_of, samples_in
 from meshwright.runtime.core.global_batch_loss import whole_batch
 from meshwright.runtime.core.loss import IGNORED, loss_sum_of, plain
+from meshwright.runtime.core.memory_tracker import is_out_of_memory
 from meshwright.runtime.core.side_effects import (
     MOST_CHECKED,
     Changes,
@@ -356,13 +357,24 @@ class _LossTrial:
     def coupled_output(self) -> str | None:
         """Return how an output depends on other samples, if any does; BatchNorms are known to.
 
-        A module that draws, or asks for sums over the batch, cannot be compared.
+        A module that draws, or asks for sums over the batch, cannot be compared.  A device may have
+        room for a micro-batch and no more; then the parts are those of a micro-batch.
         """
         if not self._is_real():
             return None
         size, count = self._trial_parts()
-        if count < 2:
-            return None
+        smaller = max((part for part in range(1, size // 2 + 1) if size % part == 0), default=size)
+        for part, parts in ((size, count), (smaller, size // smaller)):
+            if parts < 2:
+                return None
+            try:
+                return self._coupled_of(part, parts)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+        return None
+
+    def _coupled_of(self, size: int, count: int) -> str | None:
         batch = few_samples(self._batch, size * count)
         coupled = self._coupled_in(batch, size, count)
         if coupled is None:  # what is selected by value may lie evenly in the example

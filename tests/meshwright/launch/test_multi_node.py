@@ -396,6 +396,70 @@ def test_replicas_that_drift_go_on_from_what_was_compared(
     assert len(losses(room)) == STEPS
 
 
+NOT_A_NUMBER = """
+import os
+from pathlib import Path
+import torch
+from torch import nn
+
+class Middle(nn.Module):
+    \"\"\"A gradient is no number on rank 1 alone, when it is asked for.\"\"\"
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x):
+        output = self.linear(x)
+        asked = Path(os.environ["MESHWRIGHT_TEST_NAN"])
+        if os.environ.get("RANK") == "1" and output.requires_grad and asked.exists():
+            asked.unlink()
+            output.register_hook(lambda gradient: gradient * float("nan"))
+        return output
+
+def factory():
+    return nn.Sequential(nn.Embedding(257, 16), Middle(), nn.Linear(16, 257))
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.matrix
+def test_a_gradient_that_is_no_number_once_costs_the_steps_since_the_newest_copy(
+    room: ForkingRoom, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.setenv("MESHWRIGHT_TEST_NAN", str(room.folder / "asked"))
+    room.note_copies()
+    (room.folder / "mine.py").write_text(NOT_A_NUMBER)
+    planned = room.folder / "plan.yaml"
+    commands.plan(
+        f"{room.folder}/mine.py:factory",
+        "local:2",
+        seq_len=16,
+        global_batch=8,
+        fix=["dp=2", "zero=0", "micro_batch=4"],
+        output=str(planned),
+    )
+    options = f"--elastic --steps {STEPS} --checkpoint-every {STEPS} -o {room.folder}/out"
+    launcher = room.launched(planned, f"--trust-code {options} --checkpoint {room.folder}/s")
+    room.wait_for_step(EVERY + 10, while_running=launcher)
+    (room.folder / "asked").touch()
+    _, said = launcher.communicate(timeout=PATIENCE_S)
+
+    assert launcher.returncode == 0, said
+    assert not (room.folder / "asked").exists()
+    assert "gradient norm nan, and" in said
+    with events_file(room.folder / "out").open("rb") as lines:
+        events = list(events_of(lines))
+    assert [(one.cause, one.rank) for one in events if isinstance(one, Incident)] == [
+        ("corruption", 1)
+    ]
+    _, again = [number for number, one in enumerate(events) if isinstance(one, Attempt)]
+    steps = [one.record.step for one in events[again:] if isinstance(one, StepDone)]
+    assert steps[0] - 1 == room.copied()[0][-1] > EVERY
+    assert len(losses(room)) == STEPS
+
+
 def two_nodes(room: ForkingRoom) -> Path:
     """Write a plan for one rank on each of two nodes, of devices that are predicted slow."""
     (group,) = machine_of("local:2", None).groups

@@ -219,6 +219,28 @@ class GatedByBatch(nn.Linear):
         return torch.where(x.abs().mean() > 0.4, super().forward(x), -super().forward(x))
 
 
+class Narrow(nn.Linear):
+    """Runs out of memory where it gets more than `room` samples; may depend on all of them."""
+
+    def __init__(self, room: int, *, coupled: bool) -> None:
+        super().__init__(WIDTH, CLASSES)
+        self.room, self.coupled = room, coupled
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.device.type != "meta" and len(x) > self.room:
+            raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
+        return super().forward(x - x.mean(0) if self.coupled else x)
+
+
+def test_a_device_with_room_for_one_micro_batch_is_enough_to_compare_samples() -> None:
+    def loss(out: Tensor, given: Any) -> tuple[Tensor, int]:
+        return out.sum(), len(out)
+
+    engine(loss, lambda: Narrow(4, coupled=False), micro_batches=2)
+    with pytest.raises(RecordError, match="between batches of 4 and 2 samples"):
+        engine(loss, lambda: Narrow(4, coupled=True), micro_batches=2)
+
+
 class TakesItsInput(nn.Linear):
     """Returns what it was given, so that a loss can differentiate by it."""
 

@@ -220,7 +220,7 @@ def test_the_most_memory_of_a_process_is_known() -> None:
     [
         ("ReplicaDrifted", 4, RankEnd(cause="corruption", rank=4, after_step=5)),
         ("ReplicaDrifted", None, RankEnd(cause="corruption", rank=3, after_step=5, named=False)),
-        ("StepDiffered", 0, RankEnd(cause="corruption", rank=0, after_step=5)),
+        ("StepDiffered", 0, RankEnd(cause="corruption", rank=0, after_step=5, copies_hold=True)),
         ("NotANumber", None, RankEnd(cause="not_a_number", rank=3, after_step=5, named=False)),
         ("DoubtfulStep", None, RankEnd(cause="doubtful_step", rank=3, after_step=5, named=False)),
     ],
@@ -234,6 +234,7 @@ def test_wrong_numbers_are_a_cause_with_the_rank_that_differs(
 
     assert isinstance(error, bad_ends.RankFailed)
     assert (str(error), error.end) == ("w: rank 4 has", end)
+    assert end.spoils_copies == (kind == "ReplicaDrifted")
 
 
 def test_where_all_ranks_only_lost_a_peer_they_are_started_again(tmp_path: Path) -> None:

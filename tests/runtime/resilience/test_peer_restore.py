@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.runtime.checkpoint.state_snapshot import boxes
+from meshwright.runtime.checkpoint.state_snapshot import Box, boxes
 from meshwright.runtime.data.sample_digest import SampleDigest
+from meshwright.runtime.resilience import peer_restore
 from meshwright.runtime.resilience.in_memory_checkpoint import Mirror
 from meshwright.runtime.resilience.shared_memory import Slots, slots_of_node
 from tests.runtime.checkpoint.test_state_snapshot import TOKENS, of_tokens, whole
@@ -51,3 +52,19 @@ def wrong_in(engine: Any, expected: dict[str, torch.Tensor]) -> list[str]:
 def test_copies_are_gathered_under_other_plans() -> None:
     with Slots() as slots:
         assert on_ranks(2, moved, slots.environment(2), TOKENS) == [[], []]
+
+
+def test_a_rank_takes_its_own_replica_before_a_wards_that_lies_beside_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A replica that was damaged is then found by a comparison behind the restore."""
+    monkeypatch.setattr(peer_restore.dist, "get_rank", lambda: 1)
+    box = Box((4,), (0,), (4,))
+    parts = {
+        rank: peer_restore.PartBoxes(place=(7, 56), boxes={"model.a": ("float32", box)})
+        for rank in range(2)
+    }
+
+    wanted = peer_restore._wanted_boxes(parts, {0: 1, 1: 1}, {"model.a": box})
+
+    assert wanted == [(1, 1, "model.a", (0,), (4,))]

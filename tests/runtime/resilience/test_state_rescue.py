@@ -15,6 +15,7 @@ import pytest
 from meshwright.planner.errors import DocumentError
 from meshwright.runtime.checkpoint import checkpoint
 from meshwright.runtime.data.sample_digest import SampleDigest
+from meshwright.runtime.launch.failure_report import RunEnded, name_copies, saved_text
 from meshwright.runtime.resilience import shared_memory, state_rescue
 from meshwright.runtime.resilience.shared_memory import CopyContext, NodeSlots, Slots, slots_of_node
 from meshwright.runtime.resilience.state_rescue import save_newest
@@ -156,6 +157,17 @@ def test_an_older_state_that_is_saved_leaves_the_newest_in_memory(
         for rank in range(2):
             fill(node, rank, 6, generation=1)
             fill(node, rank, 7)
+        assert state_rescue.newest_copy_step(slots) == 7
+        error = RunEnded("rank 1 left", saved=saved_text(saved))
+        name_copies(error, slots)
+        assert str(error) == (
+            "rank 1 left; the state of step 7 is in memory, and is written to a checkpoint when "
+            "the run ends"
+        )
+        with Slots() as empty:
+            other = RunEnded("rank 1 left", saved=saved_text(saved))
+            name_copies(other, empty)
+            assert str(other) == "rank 1 left; nothing was saved"
         monkeypatch.setattr(state_rescue, "_write_all", write_older)
         assert state_rescue.rescue(slots, saved, say=print) == saved / "step-000006"
     monkeypatch.undo()
