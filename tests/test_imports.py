@@ -75,16 +75,39 @@ PRIVATE_AND_STABLE = {
 """Where torch's own documentation and other libraries import from, equal for years."""
 
 
+MAY_BE_PRIVATE = re.compile(
+    r"torch[\w.]*\._|from\s+torch[\w.]*\s+import\s*(?:\([^)]*|[^\n]*)(?:\b_|\\)"
+)
+"""What stands in every file that imports a private name of torch, and in few others."""
+
+
 def private_names(file: Path) -> set[str]:
     """Return what a file imports of torch that is not public."""
-    found = set()
-    for node in imports_of(file.read_text()):
+    source, found = file.read_text(), set()
+    for node in imports_of(source) if MAY_BE_PRIVATE.search(source) else ():
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module not in PRIVATE_AND_STABLE:
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
     found = {name for name in found if name.startswith("torch.")}
     return {name for name in found if any(part.startswith("_") for part in name.split("."))}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch._C",
+        "import os, torch.a._b as b",
+        "from torch._C import a",
+        "from torch.a import (\n    b,\n    _c,\n)",
+        "def f():\n    from torch import _c",
+        "from torch.a import \\\n    _c",
+    ],
+)
+def test_private_names_of_torch_are_seen(source: str, tmp_path: Path) -> None:
+    (tmp_path / "file.py").write_text(source)
+
+    assert private_names(tmp_path / "file.py")
 
 
 def test_one_file_imports_private_names_of_torch() -> None:

@@ -20,7 +20,7 @@ from meshwright.runtime.core import checksums
 from meshwright.runtime.data import row_readers as records
 from meshwright.runtime.engine.engine_state import own_state
 from tests.meshwright import hostile_documents
-from tests.test_writes import PACKAGES, ROOT, _writes
+from tests.test_writes import PACKAGES, ROOT, _writes, last_name
 
 CHECKED = "its bytes, depth or count are bounded where it stands"
 SYSTEM = "what the operating system says of this machine"
@@ -111,6 +111,7 @@ METHODS = {"read_text", "read_bytes", "from_pretrained", "from_file", "safe_open
 BOUNDED = {"", "document", "checksums", "Corpus", "guarded_files"}
 """What `read_text` and the like are of this project's own, whose bytes are bounded."""
 WORDS = re.compile("|".join(sorted(METHODS | OF_MODULES | {"pickle.Unpickler"})))
+LAST = METHODS | {name.rpartition(".")[2] for name in OF_MODULES}
 
 
 def read(file: Path) -> Iterator[tuple[str, int]]:
@@ -123,7 +124,7 @@ def read(file: Path) -> Iterator[tuple[str, int]]:
             "Unpickler" in ast.unparse(b) for b in node.bases
         ):
             yield "pickle", node.lineno
-        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute | ast.Name):
+        if not isinstance(node, ast.Call) or last_name(node.func) not in LAST:
             continue
         of, _, name = ast.unparse(node.func).rpartition(".")
         if f"{of}.{name}" in OF_MODULES:

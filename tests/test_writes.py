@@ -128,6 +128,8 @@ OF_MODULES = {
     "shutil.unpack_archive", "torch.save", "np.save", "numpy.save",
 }  # fmt: skip
 WORDS = re.compile("|".join(sorted({"open", "replace"} | METHODS | OF_MODULES)))
+LAST = {"open", "fdopen", "replace"} | METHODS | {name.rpartition(".")[2] for name in OF_MODULES}
+"""Names of calls that may write, without what they are called on."""
 
 
 def written(file: Path) -> Iterator[tuple[str, int]]:
@@ -145,10 +147,18 @@ def written(file: Path) -> Iterator[tuple[str, int]]:
         for alias in node.names
     } | {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
     for node in nodes:
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name):
+        if isinstance(node, ast.Call) and last_name(node.func) in LAST:
             of, _, name = ast.unparse(node.func).rpartition(".")
             if (of or name) not in ours | {"document"} and _is_write(node, of, name):
                 yield (f"{of}.{name}" if f"{of}.{name}" in OF_MODULES else name), node.lineno
+
+
+def last_name(called: ast.expr) -> str:
+    """Return a function's name without what it is an attribute of, empty if it has none."""
+    match called:
+        case ast.Attribute(attr=name) | ast.Name(id=name):
+            return name
+    return ""
 
 
 def _is_write(call: ast.Call, of: str, name: str) -> bool:

@@ -49,14 +49,21 @@ CHOICES = ("loss", "compile", "prefetch", "reshard_after_forward", "tensor_overl
 Path = Callable[[], None]
 
 
-def stepped(rank: int = 0, *, family: str = "reference", steps: int = 1, **layout: Any) -> Path:
+def stepped(
+    rank: int = 0,
+    *,
+    family: str = "reference",
+    steps: int = 1,
+    layers: int = FIGURES["layers"],
+    **layout: Any,
+) -> Path:
     """Return steps of one rank of a plan, of which the last one's waits count.
 
     A second step is for what one step leaves to the next: copies and reductions under way.
     """
 
     def path() -> None:
-        graph = cases.transformer(family, **FIGURES)
+        graph = cases.transformer(family, **{**FIGURES, "layers": layers})
         chosen = {name: layout[name] for name in CHOICES if name in layout}
         others = {name: value for name, value in layout.items() if name not in chosen}
         plan = cases.plan(graph, **{"global_batch": 64, **others})
@@ -216,7 +223,7 @@ def pipeline() -> None:
 
 PATHS: dict[str, Path] = {
     "one device": stepped(),
-    "a library's layers": stepped(family="llama"),
+    "a library's layers": stepped(family="llama", layers=1),
     "one device, bf16": stepped(precision="bf16", steps=2),
     "one device, fp16": stepped(precision="fp16"),
     "offloaded activations": stepped(activations="offload", precision="bf16", steps=2),
@@ -237,12 +244,14 @@ PATHS: dict[str, Path] = {
     "narrow gradients": stepped(
         data_replicate=2, data_shard=2, zero=2, gradient_compression="bf16", steps=2
     ),
-    "powersgd": stepped(data_replicate=2, gradient_compression="powersgd", steps=2),
+    "powersgd": stepped(data_replicate=2, gradient_compression="powersgd", steps=2, layers=1),
     "tensor": stepped(tensor=2),
-    "loss in chunks": stepped(tensor=2, loss=ChunkedLoss(rows=100)),
+    "loss in chunks": stepped(tensor=2, loss=ChunkedLoss(rows=100), layers=1),
     "loss in chunks, last stage": stepped(1, pipeline=2, loss=ChunkedLoss(rows=100)),
     "context": stepped(context=2, precision="bf16", zero=1),
-    "experts": stepped(family="mixtral", data_shard=2, expert=2, zero=1, precision="bf16"),
+    "experts": stepped(
+        family="mixtral", data_shard=2, expert=2, zero=1, precision="bf16", layers=1
+    ),
     "compiled": stepped(compile="block", precision="bf16", activations="offload"),
     "compiled, zero 3": stepped(
         compile="block",
@@ -258,7 +267,13 @@ PATHS: dict[str, Path] = {
         compile="block", tensor=2, tensor_overlap="async", loss=ChunkedLoss(rows=100)
     ),
     "compiled, experts": stepped(
-        compile="block", family="qwen2_moe", data_shard=2, expert=2, zero=3, precision="bf16"
+        compile="block",
+        family="qwen2_moe",
+        data_shard=2,
+        expert=2,
+        zero=3,
+        precision="bf16",
+        layers=1,
     ),
     "compiled, zero bubble": stepped(1, compile="block", pipeline=2, schedule="zb-h1"),
     "gathered experts": stepped(
@@ -268,6 +283,7 @@ PATHS: dict[str, Path] = {
         zero=1,
         precision="bf16",
         dispatch="allgather",
+        layers=1,
     ),
     "relayed experts": stepped(
         family="mixtral",
@@ -276,9 +292,10 @@ PATHS: dict[str, Path] = {
         zero=1,
         precision="bf16",
         hierarchical_all_to_all=2,
+        layers=1,
     ),
     "8-bit weights": stepped(
-        data_shard=2, zero=3, precision="fp8", weight_gather_dtype="fp8", steps=2
+        data_shard=2, zero=3, precision="fp8", weight_gather_dtype="fp8", steps=2, layers=1
     ),
     "first stage": stepped(pipeline=2, precision="bf16"),
     "last stage": stepped(1, pipeline=2),

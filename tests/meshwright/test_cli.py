@@ -262,11 +262,11 @@ def test_a_pin_without_effect_is_named(here: Path, capfd: pytest.CaptureFixture[
 def test_nothing_fits_is_told_with_the_closest_miss(
     here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    code = cli.main(["plan", "llama-3.1-405b", "--cluster", "1xrtx-4090"])
+    code = cli.main(["plan", "llama-3.2-1b", "--cluster", "1xv100-sxm-16gb"])
 
     output = capfd.readouterr()
     assert code == 1 and output.out == ""
-    assert "no plan of llama-3.1-405b fits 1 x rtx-4090" in output.err
+    assert "no plan of llama-3.2-1b fits 1 x v100-sxm-16gb" in output.err
     assert "The closest" in output.err and "optimizer" in output.err
 
 
@@ -359,7 +359,7 @@ def test_wrong_usage_exits_with_2(capfd: pytest.CaptureFixture[str]) -> None:
         (["predict", "gpt2", "--seq-len", "x"], "UsageError", 2, "'--seq-len'"),
         (["show", "none.yaml"], "DocumentError", 1, "none.yaml"),
         (["solve", "bad.yaml"], "DocumentError", 1, "bad.yaml"),
-        (["plan", "llama-3.1-405b", "--cluster", "1xl40s"], "NoPlanFits", 1, "GiB"),
+        (["plan", "llama-3.2-1b", "--cluster", "1xv100-sxm-16gb"], "NoPlanFits", 1, "GiB"),
         (["launch", "none.yaml"], "DocumentError", 1, "none.yaml"),
     ],
 )

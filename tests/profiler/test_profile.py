@@ -18,6 +18,7 @@ from meshwright.planner.documents.plan import Job, Layout
 from meshwright.planner.documents.profile import Overheads, Profile
 from meshwright.planner.errors import DocumentError, LaunchError
 from meshwright.planner.requests.request import Request
+from meshwright.profiler import devices, overheads
 from meshwright.profiler import profile as profiles
 from meshwright.profiler import rank_main as rank
 from meshwright.profiler import start_ranks as ranks
@@ -36,7 +37,7 @@ def tiny() -> ModelGraph:
 
 @contextlib.contextmanager
 def forked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let ranks be forked from this process, which has imported what they import."""
+    """Let ranks be forked from this process, which has imported what they import; few rounds."""
 
     def main(arguments: Sequence[str]) -> int:
         monkeypatch.setattr("sys.argv", ["rank", *arguments])
@@ -52,6 +53,11 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
         patch.setattr("meshwright.runtime.launch.rank_main.main", main)
         patch.setattr(ranks, "supervise", supervised_here)
+        patch.setattr(overheads, "ROUNDS", 4)
+        patch.setattr(overheads, "OWN_LAYER_ROUNDS", 2)
+        patch.setattr(overheads, "MICRO_BATCHES", 4)
+        patch.setattr(devices, "PRODUCT_S", 0.05)
+        patch.setattr(devices, "COPY_BYTES", 16 * 2**20)
         with ForkedZygote() as zygote:
             yield
 

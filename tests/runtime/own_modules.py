@@ -168,11 +168,11 @@ class Bert(nn.Module):
 class GPT(nn.Module):
     """Causal; the output projection is the embedding, or a module that holds the same weight."""
 
-    def __init__(self, dropout: float = 0.0, tied: str = "function") -> None:
+    def __init__(self, dropout: float = 0.0, tied: str = "function", blocks: int = 4) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, WIDTH)
         self.places = nn.Parameter(torch.randn(16, WIDTH))
-        self.blocks = nn.ModuleList(Block(dropout) for _ in range(4))
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(blocks))
         self.norm = nn.LayerNorm(WIDTH)
         if tied == "module":
             self.head = nn.Linear(WIDTH, WORDS, bias=False)

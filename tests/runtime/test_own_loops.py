@@ -118,9 +118,15 @@ def plainly(change: Callable[[Named, Named], None]) -> dict[str, Tensor]:
     return module.state_dict()
 
 
-def planned(layout: dict[str, Any]) -> list[dict[str, Tensor]]:
+WITH_NUMBERS = [clipped_by_numbers, normalised]
+"""Changes that ask every rank for numbers of the whole; the others change tensor by tensor."""
+
+
+def planned(
+    layout: dict[str, Any], changes: list[Callable[[Named, Named], None]]
+) -> list[dict[str, Tensor]]:
     found = []
-    for change in CHANGES:
+    for change in changes:
         engine = Engine(Net, layout, loss=loss, optimizer=sgd, batch=batch_of(0))
         for step in range(STEPS):
             engine.forward_backward(engine.slice(batch_of(step)))
@@ -132,11 +138,21 @@ def planned(layout: dict[str, Any]) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.ranks
-@pytest.mark.long("zero 1", "replicas")
+@pytest.mark.long("zero 1", "replicas", "stages", "tensor")
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_gradients_that_a_loop_changes_are_those_of_a_plain_loop(layout: dict[str, Any]) -> None:
-    for found in on_ranks(2, planned, layout):
-        for change, mine in zip(CHANGES, found, strict=True):
+    check(layout, CHANGES)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ["stages", "tensor"])
+def test_gradients_that_a_loop_changes_by_numbers_are_those_of_a_plain_loop(name: str) -> None:
+    check(LAYOUTS[name], WITH_NUMBERS)
+
+
+def check(layout: dict[str, Any], changes: list[Callable[[Named, Named], None]]) -> None:
+    for found in on_ranks(2, planned, layout, changes):
+        for change, mine in zip(changes, found, strict=True):
             theirs = plainly(change)
             assert list(mine) == list(theirs)
             for name, value in theirs.items():

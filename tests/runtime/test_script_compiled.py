@@ -30,6 +30,8 @@ COMPILED: dict[str, dict[str, Any]] = {
     "tensor, selective": {"tensor": 2, "recompute": "selective"},
     "zero bubble, selective": {"pipeline": 2, "schedule": "zb-h1", "recompute": "selective"},
 }
+four_blocks = functools.partial(own_modules.GPT, tied="module")
+"""Two and more on each stage, and enough to gather three ahead."""
 
 
 Compiled = tuple[script.Run, int, dict[str, str]]
@@ -44,7 +46,7 @@ def with_graphs(layout: dict[str, Any]) -> Compiled:
         engines.append(script.new_engine(*args, **kwargs))
         return engines[-1]
 
-    run = script.trained({**layout, "compile": "block"}, new=kept)
+    run = script.trained({**layout, "compile": "block"}, four_blocks, new=kept)
     return run, compiled_graphs() - graphs, dict(engines[0].not_compiled)
 
 
@@ -56,7 +58,7 @@ def compiled_under(names: list[str]) -> dict[str, Compiled]:
 @pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize("names", some_and_others(COMPILED, ["zero 3, full"]))
 def test_units_that_repeat_are_one_graph_and_train_as_a_plain_loop(names: list[str]) -> None:
-    expected = script.plainly()
+    expected = script.plainly(four_blocks)
 
     for found in on_ranks(2, compiled_under, names):
         for name, (run, graphs, eager) in found.items():
@@ -142,7 +144,7 @@ GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gat
 
 def gathers(layout: dict[str, Any]) -> tuple[script.Run, int, int]:
     """Train; return the gathers before the first block of a forward, and all of the first step."""
-    engine = script.new_engine(layout)
+    engine = script.new_engine(layout, four_blocks)
     gather, begun, before, every = getattr(dist, GATHER), 0, 0, 0
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -174,7 +176,7 @@ def gathered_everywhere() -> dict[str, tuple[script.Run, int, int]]:
 @pytest.mark.ranks
 @pytest.mark.matrix
 def test_units_are_gathered_as_far_ahead_and_kept_as_a_plan_says() -> None:
-    expected = script.plainly()
+    expected = script.plainly(four_blocks)
 
     for found in on_ranks(2, gathered_everywhere):
         for name, (run, _, _) in found.items():

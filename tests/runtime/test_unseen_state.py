@@ -355,8 +355,8 @@ def test_layers_that_drop_themselves_train_alike_in_stages_and_replicas() -> Non
     assert any(
         not torch.equal(one["blocks.0.weight"], wanted[0]["blocks.0.weight"]) for one in wanted
     )
-    for layout in ({"pipeline": 2}, {"zero": 3}):
-        on_ranks(2, _drop_layers, layout, wanted)
+    for layout, seeds in (({"pipeline": 2}, 4), ({"zero": 3}, 2)):
+        on_ranks(2, _drop_layers, layout, wanted[:seeds])
 
 
 # --- losses -----------------------------------------------------------------------------------

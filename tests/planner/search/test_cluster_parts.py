@@ -96,7 +96,7 @@ def check(request: Request, prefer: Prefer, effort: Effort) -> None:
 
 
 @pytest.mark.spread(1)
-@pytest.mark.parametrize("seed", range(FEW))
+@pytest.mark.parametrize("seed", range(FEW)[::-1])
 def test_no_answer_is_slower_than_that_of_a_part(seed: int) -> None:
     check(*drawn(seed), BRIEF)
 

@@ -197,12 +197,15 @@ KINDS = {
 
 
 def parts_of(kinds: Mapping[str, Kind]) -> Iterator[Any]:
+    """Yield each kind's parts, which are of the matrix, and the first halves of some of them."""
     for name, kind in kinds.items():
         some = kept_of(kind.parts, kind.some) if kind.some else frozenset()
         for at in range(kind.parts):
             first = kind.first + at * kind.size
-            marks = () if at in some else pytest.mark.matrix
-            yield pytest.param(kind, first, id=f"{name}, {first}", marks=marks)
+            yield pytest.param(kind, first, id=f"{name}, {first}", marks=pytest.mark.matrix)
+            if at in some:
+                half = kind._replace(size=kind.size // 2, least=kind.least // 2)
+                yield pytest.param(half, first, id=f"{name}, half from {first}")
 
 
 @pytest.mark.parametrize(("kind", "first"), list(parts_of(KINDS)))

@@ -168,11 +168,16 @@ def check_two_ranks(kind: str, layout: str, every: int) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("kind", "layout"),
-    [("values", "zero 3"), ("modes", "replicas"), ("buffers", "stages"), ("means", "stages")],
+    ("kind", "layout", "every"),
+    [
+        ("values", "zero 3", 14),
+        ("modes", "replicas", 6),
+        ("buffers", "stages", 6),
+        ("means", "stages", 6),
+    ],
 )
-def test_two_ranks_train_as_a_plain_loop_or_refuse(kind: str, layout: str) -> None:
-    check_two_ranks(kind, layout, every=6)
+def test_two_ranks_train_as_a_plain_loop_or_refuse(kind: str, layout: str, every: int) -> None:
+    check_two_ranks(kind, layout, every)
 
 
 @pytest.mark.ranks

@@ -90,11 +90,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero 3": {"data_shard": 2, "zero": 3},
 }
 ALONE: dict[str, dict[str, Any]] = {"bf16": {}, "fp16": {"precision": "fp16"}}
+FEW = {name: LAYOUTS[name] for name in ("replicas", "zero 1, fp32", "zero 3")}
+"""Whole weights in 16 and 32 bits, and divided ones."""
 
 
 @pytest.mark.ranks
-@pytest.mark.long("alone")
-@pytest.mark.parametrize(("ranks", "layouts"), [(1, ALONE), (2, LAYOUTS)], ids=["alone", "two"])
+@pytest.mark.long("alone", "two")
+@pytest.mark.parametrize(
+    ("ranks", "layouts"), [(1, ALONE), (2, LAYOUTS), (2, FEW)], ids=["alone", "two", "few"]
+)
 def test_frozen_weights_are_held_once(ranks: int, layouts: dict[str, dict[str, Any]]) -> None:
     model = wide()
     plans = [plan(model, **{"precision": "bf16", **layout}) for layout in layouts.values()]
