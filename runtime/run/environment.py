@@ -43,7 +43,7 @@ def messages_beside() -> Iterator[None]:
         yield
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        os.environ.pop(MESSAGES_VARIABLE)
+        os.environ.pop(MESSAGES_VARIABLE, None)  # another launch of this process may have ended
         if before is not None:
             os.environ[MESSAGES_VARIABLE] = before
 
