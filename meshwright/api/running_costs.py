@@ -1,4 +1,4 @@
-"""What a step takes in energy and rent, where a plan is preferred for that.
+"""Energy and rent of a step, where a plan is preferred for that.
 
     energy = step n (k P + w) PUE        rent = step n price
 

@@ -1,4 +1,4 @@
-"""When the ranks of a pipeline end, without going through every micro-batch.
+"""Ends of the ranks of a pipeline, without going through every micro-batch.
 
 `rank_times` gives what `planner.schedules.simulate.timeline` does, to the rounding of its sums, at
 a cost that does not grow with micro-batches.  Schedules are a beginning, a pattern that repeats

@@ -1,4 +1,4 @@
-"""When hardware is paid: at once, by a loan, by a lease.  Arithmetic alone.
+"""Times at which hardware is paid: at once, by a loan, by a lease.  Arithmetic alone.
 
 A loan of a share s of the price at r a year over N months is paid back in equal instalments at the
 end of each month:
