@@ -82,4 +82,4 @@ def _is_off(key: str, value: object) -> bool:
         return value.get("quant_method") in _STORED
     if isinstance(value, list) and key in _FULL:
         return {str(entry) for entry in value} <= {_FULL[key]}
-    return value is None or value is False or value in (0, "", [], {})
+    return value in (None, 0, "", [], {})  # False is 0

@@ -399,8 +399,8 @@ def host_passes(
     if table.kind not in ENDS:
         if setting.compiled:
             there, back = there + host.compiled_s.forward, back + host.compiled_s.backward
-        routed_s = host.experts_s / 2 if routes(table.kind) else 0.0
-        more = 2 * routed_s
+        routed_s = host.experts_s if routes(table.kind) else 0.0
+        more = routed_s
         if setting.divides_tensors:
             spanned = -(-setting.tensor // devices_per_node)
             checked = host.checked_s * setting.tensor * (0.75 + 0.25 * spanned)
@@ -410,7 +410,7 @@ def host_passes(
         forward_s = host.layer_s.forward + modules * host.adapter_s.forward
         there = there + forward_s + more / 2
         back = back + host.layer_s.backward + modules * host.adapter_s.backward + more / 2
-        again = again + (forward_s + routed_s) * (recompute == "full")
+        again = again + (forward_s + routed_s / 2) * (recompute == "full")
     return HostPasses(forward_s=there, backward_s=back, recompute_s=again)
 
 

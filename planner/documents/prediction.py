@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from meshwright.planner.documents.document import Document, Part
 from meshwright.planner.documents.tolerances import ROUNDING
@@ -189,7 +189,7 @@ class Prediction(Document):
     @property
     def layout_text(self) -> str:
         """Layout as it is shown and as `--layout` reads it, with the devices that are idle."""
-        return f"{self.layout} idle={self.idle_devices}" if self.idle_devices else self.layout
+        return _beside_idle(self.layout, self.idle_devices)
 
     @property
     def misfit(self) -> str:
@@ -331,20 +331,15 @@ class Certificate(Document):
         if devices <= 0:
             return self
 
-        def named(layout: str) -> dict[str, str]:
-            return {"layout": f"{layout} idle={devices}"}
+        def named(entry: Any) -> Any:
+            return entry.model_copy(update={"layout": _beside_idle(entry.layout, devices)})
 
         return self.model_copy(
             update={
-                "layout": None if self.layout is None else named(self.layout)["layout"],
-                "plan": self.plan and self.plan.model_copy(update=named(self.plan.layout)),
-                **{
-                    name: tuple(
-                        entry.model_copy(update=named(entry.layout))
-                        for entry in getattr(self, name)
-                    )
-                    for name in ("runners_up", "finalists")
-                },
+                "layout": self.layout and _beside_idle(self.layout, devices),
+                "plan": self.plan and named(self.plan),
+                "runners_up": tuple(map(named, self.runners_up)),
+                "finalists": tuple(map(named, self.finalists)),
             }
         )
 
@@ -352,6 +347,11 @@ class Certificate(Document):
         """Return the proof as notebooks show it: how many configurations fell to which argument."""
         rows = [(reason, f"{count:,}") for reason, count in self.counts.items()]
         return html_table(self.statement, ("argument", "configurations"), rows)
+
+
+def _beside_idle(layout: str, devices: int) -> str:
+    """Return a layout as `--layout` reads it, with the devices that it leaves idle."""
+    return f"{layout} idle={devices}" if devices else layout
 
 
 def compaction(stages: Sequence[StagePrediction], probability: float) -> str | None:

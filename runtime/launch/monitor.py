@@ -18,7 +18,7 @@ from meshwright.planner.documents.events import (
 from meshwright.planner.documents.prediction import Prediction
 from meshwright.planner.errors import MeshwrightError
 from meshwright.runtime.checkpoint import checkpoint
-from meshwright.runtime.launch.failure_report import hung, log_event
+from meshwright.runtime.launch.failure_report import RunContext, hung, log_event
 from meshwright.runtime.launch.host_memory_limits import most_bytes
 from meshwright.runtime.launch.launch_config import Launch
 from meshwright.runtime.launch.memory_growth import MemoryGrowth
@@ -36,6 +36,38 @@ from meshwright.runtime.run.telemetry import Telemetry
 
 PACE_S = 1.0
 """Between looks at the pace of ranks where no step is reported."""
+
+
+def look_at_paces(
+    context: RunContext,
+    watch: DriftWatch,
+    seen: Beacons,
+    agent: NodeAgent | None,
+    *,
+    step: int,
+    say: Callable[[str], None],
+    paced: Callable[[Drift | Paced], None] | None,
+    seconds: Sequence[float] = (),
+) -> None:
+    """Say which ranks are slower than others with equal work, here and on other nodes.
+
+    `seconds` are those of the steps that were done since the last look.
+    """
+    local = seen.paces()
+    paces = {rank: local[place] for rank, place in context.ranks.devices.items()}
+    others = agent.exchange_paces(watch.stage_paces) if agent is not None else ()
+    for event in watch.look(seconds, paces, step, others):
+        log_event(context, event)
+        if isinstance(event, Drift):
+            say(f"warning: {event.text}")
+            if agent is not None:
+                agent.add_drift(event)
+        if paced is not None:
+            paced(event)
+    if agent is not None and context.ranks.leads:
+        for drift in agent.new_drifts():
+            log_event(context, drift)
+            say(f"warning: {drift.text}")
 
 
 class Pace:
@@ -79,23 +111,16 @@ class Pace:
             self._look_at_memory(processes, now_s)
         if news:
             self._usual_s = statistics.median(record.step_s for record in news)
-        local = self._seen.paces()
-        paces = {rank: local[place] for rank, place in self._ready.ranks.devices.items()}
-        seconds = [record.step_s for record in news]
-        own = self._watch.stage_paces
-        others = self._agent.exchange_paces(own) if self._agent is not None else ()
-        for event in self._watch.look(seconds, paces, self._steps_done(), others):
-            log_event(self._ready, event)
-            if isinstance(event, Drift):
-                self._shown.say.print(f"warning: {event.text}")
-                if self._agent is not None:
-                    self._agent.add_drift(event)
-            if self._paced is not None:
-                self._paced(event)
-        if self._agent is not None and self._ready.ranks.leads:
-            for drift in self._agent.new_drifts():
-                log_event(self._ready, drift)
-                self._shown.say.print(f"warning: {drift.text}")
+        look_at_paces(
+            self._ready,
+            self._watch,
+            self._seen,
+            self._agent,
+            seconds=[record.step_s for record in news],
+            step=self._steps_done(),
+            say=self._shown.say.print,
+            paced=self._paced,
+        )
 
     def _steps_done(self) -> int:
         """Return the last step, also on a node whose ranks report none."""

@@ -31,7 +31,6 @@ from meshwright.planner.documents.events import (
     AttemptEnded,
     CopyInterval,
     Decision,
-    Drift,
     PhaseDone,
     StepRecord,
     events_of,
@@ -56,7 +55,7 @@ from meshwright.runtime.launch.failure_report import (
 )
 from meshwright.runtime.launch.launch_config import Launch
 from meshwright.runtime.launch.memory_growth import MemoryGrowth
-from meshwright.runtime.launch.monitor import PACE_S
+from meshwright.runtime.launch.monitor import PACE_S, look_at_paces
 from meshwright.runtime.launch.preflight import (
     LocalRanks,
     check_devices,
@@ -577,30 +576,19 @@ class _ScriptWatch:
             self.progress.say(f"warning: {growing.text}")
         if time.monotonic() > self._next_s:
             self._next_s = time.monotonic() + PACE_S
-            self._look_at_pace(self._seen)
+            look_at_paces(
+                started,
+                self._drift,
+                self._seen,
+                self.agent,
+                step=self.after_step,
+                say=self.progress.say,
+                paced=None if self._asked is None else self._asked.paced,
+            )
         if self._asked is not None:
             self._look_at_nodes(self._asked)
         if waiting := self._hangs.look():
             raise hung(started, waiting, after_step=self.after_step)
-
-    def _look_at_pace(self, seen: Beacons) -> None:
-        """Say which ranks are slower than others with equal work."""
-        local = seen.paces()
-        paces = {rank: local[at] for rank, at in self._started.ranks.devices.items()}
-        paces_here = self._drift.stage_paces
-        others = self.agent.exchange_paces(paces_here) if self.agent is not None else ()
-        for event in self._drift.look((), paces, self.after_step, others):
-            log_event(self._started, event)
-            if isinstance(event, Drift):
-                self.progress.say(f"warning: {event.text}")
-                if self.agent is not None:
-                    self.agent.add_drift(event)
-            if self._asked is not None and self._asked.paced is not None:
-                self._asked.paced(event)
-        if self.agent is not None and self._started.ranks.leads:
-            for drift in self.agent.new_drifts():
-                log_event(self._started, drift)
-                self.progress.say(f"warning: {drift.text}")
 
     def _look_at_nodes(self, asked: Launch) -> None:
         """Say when ranks train, and look at what other nodes tell."""

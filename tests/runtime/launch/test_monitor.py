@@ -17,7 +17,7 @@ def test_a_node_whose_ranks_report_no_steps_knows_how_far_they_are(
     """What a replacement of a slow rank saves follows from the steps that are left."""
     place = SimpleNamespace(steps_done=538, process=0)
     ready = SimpleNamespace(plan=plan_of(data=2), ranks=SimpleNamespace(devices={1: 0}))
-    shown = SimpleNamespace(step=0)
+    shown = SimpleNamespace(step=0, say=SimpleNamespace(print=print))
     seen = SimpleNamespace(places=lambda: [place], paces=lambda: [None])
     pace = Pace(cast(Any, ready), cast(Any, shown), cast(Any, seen), None, {})
     monkeypatch.setattr(pace, "_look_at_memory", lambda processes, now_s: None)
