@@ -21,6 +21,7 @@ import collections
 import contextlib
 import hashlib
 import json
+import math
 import os
 import random
 import re
@@ -46,9 +47,19 @@ PATIENCE_S = 300.0
 """Without a new step, which no fault here may cost."""
 GONE_S = 20.0
 """Within which processes are gone when their launchers are."""
-SILENT_S, LEAST_STEP_S = 4.0, 0.1
-"""Copies wait for a partner that stands still until it is lost, by the documents; what that costs
-is not in the printed steps, which are of one fault."""
+AFTER_STILL_S = 3.0
+"""Behind a standstill; another fault until then comes before copies are stored again."""
+WITHOUT_COPIES_S = 2.0
+"""Until copies that were removed are there again."""
+PRINTED = re.compile(
+    r"a rank that is lost costs (\d+) steps \([^)]*\) at most"
+    r"(?:, a lost node (\d+), and one that\s+stands still those of\s+(\d+) s more)?"
+)
+NODES_END = {
+    *("launcher killed", "notice", "Ctrl-C", "checkpoint damaged"),
+    *("launcher stopped", "rank killed as a spare joins"),
+}
+"""Faults that cost what is printed for a node."""
 MOST_STARTS = 14
 OWN_MEMORY = "FAULTS_OWN_MEMORY"
 MEMORY_BYTES = 700_000_000
@@ -416,6 +427,9 @@ class Run:
         self.output = folder / "out"
         self.slack = 0
         """Steps that faults of the checkpoints themselves may cost."""
+        self._node_ends = self._stands_still = False
+        """A fault since the last begin was of a node, and one was while a launcher stood still."""
+        self._still_until_s = self._bare_until_s = 0.0
 
     # --- starting ---
 
@@ -536,21 +550,24 @@ class Run:
     def _note_begin(self, after: int) -> None:
         """Take notice of an attempt that goes on behind a step."""
         if self._newest:
-            devices = self.attempts[-1][2] if self.attempts else self.nodes
-            if _in_script(self) and devices == 1:
-                self.slack += SAVE_EVERY  # a single rank makes no copies, by the documents
             self.lost.append((max(0, self._newest - after), self._printed_most(), self.slack))
         self.slack = 0
+        self._node_ends = self._stands_still = False
         plan, devices = self._begins or (str(self.plan_path), self.nodes)
         self._begins = None
         self.attempts.append((plan, after, devices))
 
     def _printed_most(self) -> int | None:
-        """Return the most steps that a loss costs as was printed, None before it was."""
+        """Return the most steps that the last faults cost as was printed, None before it was."""
         found: list[int] = []
+        quickest_s = min(self._seconds.values(), default=1.0)
         for log in self.folder.glob("node-*.log"):
-            text = log.read_text(errors="replace")
-            found += map(int, re.findall(r"a rank that is lost costs (\d+) steps", text)[-1:])
+            printed = PRINTED.findall(log.read_text(errors="replace"))
+            if not printed:
+                continue
+            rank, node, still_s = (int(number or 0) for number in printed[-1])
+            most = max(rank, node) if self._node_ends or self._stands_still else rank
+            found.append(most + (math.ceil(still_s / quickest_s) if self._stands_still else 0))
         return max(found) if found else None
 
     def weights(self) -> dict[str, str]:
@@ -685,6 +702,11 @@ class Run:
         detail = FAULTS[name][2](self)
         if detail is None:
             return False
+        self._node_ends |= name in NODES_END
+        now_s = time.monotonic()
+        self._stands_still |= now_s < self._still_until_s
+        if now_s < self._bare_until_s and name != "copies removed":
+            self.slack += SAVE_EVERY + 2
         self.done.append(
             Done(f"{name}{f' ({detail})' if detail else ''}", self._newest, time.time())
         )
@@ -742,7 +764,6 @@ class Run:
             if not saves:
                 return None
             shutil.rmtree(saves[-1], ignore_errors=True)
-            self.slack += 2 * SAVE_EVERY
             return "the newest"
         shutil.rmtree(self.saves, ignore_errors=True)
         self.slack += self.steps
@@ -797,12 +818,10 @@ class Run:
         saves = [sum(file.stat().st_size for file in save.iterdir())
                  for save in self.saves.glob("step-*")]  # fmt: skip
         left = self.rng.choice([0.0, 0.5, 0.99, 0.999, 1.1]) * max(saves, default=0)
-        self.slack += SAVE_EVERY
         return f"{int(left)} bytes are left, {self._fill(self.folder / 'disk', int(left))}"
 
     def fill_memory(self) -> str | None:
         """Fill /dev/shm, where copies are."""
-        self.slack += SAVE_EVERY
         left = self.rng.choice([0, 100_000, 1_000_000, 20_000_000])
         return f"{left} bytes are left, {self._fill(Path('/dev/shm'), left)}"
 
@@ -893,7 +912,7 @@ class Run:
         launcher.send_signal(signal.SIGSTOP)
         subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {launcher.pid}"])
         if self.nodes > 1:
-            self.slack += int(min(seconds, SILENT_S) / LEAST_STEP_S)
+            self._still_until_s = time.monotonic() + seconds + AFTER_STILL_S
         return f"node {node}, {seconds} s"
 
     def remove_copies(self) -> str | None:
@@ -905,7 +924,7 @@ class Run:
                 if str(self.folder) in about["checkpoints"]:
                     shutil.rmtree(folder, ignore_errors=True)
                     removed = ""
-                    self.slack += SAVE_EVERY + 2
+                    self._bare_until_s = time.monotonic() + WITHOUT_COPIES_S
         return removed
 
     def set_clock(self) -> str | None:

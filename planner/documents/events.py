@@ -179,12 +179,18 @@ class SaveFailed(_Event):
         )
 
 
+GIVEN_UP_S = 5.0
+"""Seconds within which a run goes on without a node that stands still."""
+
+
 class CopyInterval(_Event):
     """Interval, valid from now on, at which ranks copy their state to memory that outlives them."""
 
     event: Literal["copies"] = "copies"
     every_steps: Positive
     """Steps between two copies."""
+    stored_steps: Positive | None = None
+    """Steps until a copy is on another node, too; None: no other node keeps copies."""
     step_s: Amount
     """Seconds of a step."""
     state_bytes: Count
@@ -192,12 +198,18 @@ class CopyInterval(_Event):
 
     @property
     def text(self) -> str:
-        """Sentence of the run on the interval: the most that the loss of a rank costs."""
+        """Sentence of the run on the interval: the most that one fault costs."""
         every, most = self.every_steps, self.every_steps + 1
         steps = "each step" if every == 1 else f"every {every} steps"
-        return (
+        text = (
             f"the state of a rank ({bytes_text(self.state_bytes)}) is copied in memory {steps}: "
             f"a rank that is lost costs {most} steps ({seconds_text(most * self.step_s)}) at most"
+        )
+        if self.stored_steps is None:
+            return text
+        return (
+            f"{text}, a lost node {most + self.stored_steps}, and one that stands still those of "
+            f"{GIVEN_UP_S:g} s more"
         )
 
 

@@ -41,8 +41,28 @@ def host_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup | No
     return _host_groups[0][1]
 
 
+def own_rank() -> int:
+    """Return the number of this rank, 0 where it is joined to nobody."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def number_of_ranks() -> int:
+    """Return how many ranks are joined, 1 where this one is joined to nobody."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def reduce_max(numbers: Sequence[float]) -> list[float]:
+    """Return the largest of each number among all ranks; all of them call it."""
+    largest = torch.tensor(numbers, dtype=torch.float64)
+    if dist.is_initialized():
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=host_group())
+    return largest.tolist()
+
+
 def all_gather_json(data: Any, *, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return what each rank of the group gave, by rank; all of them call it."""
+    if group is None and not dist.is_initialized():
+        return [_decode(_encode(data), 0)]
     message, group = _encode(data), host_group(group)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, torch.tensor([message.numel()]), group=group)

@@ -36,6 +36,8 @@ from meshwright.runtime.run.telemetry import Telemetry
 
 PACE_S = 1.0
 """Between looks at the pace of ranks where no step is reported."""
+RENEW_S = 0.5
+"""Between looks at whether copies in memory still have their names."""
 
 
 def look_at_paces(
@@ -155,7 +157,8 @@ class Looks:
         self.seen: Beacons | None = None
         self._ready, self._asked = ready, asked
         self._begin_s = time.monotonic()
-        self._copied_every = 0
+        self._most_lost = ""
+        self._renews_s = 0.0
         self._begun_from = checkpoint.progress(ready.resumed).step if ready.resumed else 0
         self._predicted_s = run.account_of(ready.output).start_s
         tells = asked.elastic and ready.ranks.leads
@@ -202,6 +205,10 @@ class Looks:
             log_event(self._ready, started)
             if self._asked.begun is not None and self._ready.ranks.leads:
                 self._asked.begun()
+        if self._asked.slots is not None and time.monotonic() > self._renews_s:
+            self._renews_s = time.monotonic() + RENEW_S
+            if (text := self._asked.slots.renew_names()) is not None:
+                self.shown.say.print(text)
         if self.agent is not None:
             self.agent.check()
         if self._asked.meanwhile is not None and self._ready.ranks.leads:
@@ -220,6 +227,6 @@ class Looks:
         for event in events_of(line for line in lines if any(word in line for word in words)):
             if isinstance(event, SaveFailed):
                 self.shown.say.print(f"warning: {event.text}")
-            if isinstance(event, CopyInterval) and event.every_steps != self._copied_every:
-                self._copied_every = event.every_steps
+            if isinstance(event, CopyInterval) and event.text != self._most_lost:
+                self._most_lost = event.text
                 self.shown.say.print(event.text)

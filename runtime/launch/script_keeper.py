@@ -107,7 +107,7 @@ class ScriptKeeper:
         # Updates of a stale schedule are always one step late, and it measures no norm.
         self._is_stale = stale = schedule_of(engine.plan.schedule).stale
         self._mirror = None
-        if dist.is_initialized() and not stale and self._folder is not None:
+        if not stale and self._folder is not None:
             self._mirror = Mirror.of_environment(
                 local_rank=local_rank,
                 run=os.environ.get(TOKEN_VARIABLE, "0"),
@@ -331,7 +331,7 @@ class ScriptKeeper:
             self._every = self._usual_interval()
 
     def _copy(self, mirror: Mirror, step: int, states: Mapping[str, Any]) -> None:
-        engine, before = self._engine, mirror.every
+        engine = self._engine
         began_s, usual_s = time.thread_time(), min(self._step_s[-MEASURED:])
         snapshot = engine.snapshot(copied=False)
         mirror.copy(
@@ -342,11 +342,12 @@ class ScriptKeeper:
             loss=self._loss,
             files=engine.script_state.own_files(states),
         )
-        if self._metrics is not None and (mirror.every != before or mirror.is_measured_first):
+        if self._metrics is not None and mirror.costs_more:
             self._metrics.log_event(
                 CopyInterval(
                     at_unix_s=unix_now_s(),
                     every_steps=mirror.every,
+                    stored_steps=mirror.stored_steps,
                     step_s=usual_s,
                     state_bytes=snapshot.size_bytes,
                 )

@@ -55,7 +55,7 @@ from meshwright.runtime.launch.failure_report import (
 )
 from meshwright.runtime.launch.launch_config import Launch
 from meshwright.runtime.launch.memory_growth import MemoryGrowth
-from meshwright.runtime.launch.monitor import PACE_S, look_at_paces
+from meshwright.runtime.launch.monitor import PACE_S, RENEW_S, look_at_paces
 from meshwright.runtime.launch.preflight import (
     LocalRanks,
     check_devices,
@@ -522,7 +522,7 @@ class _ScriptWatch:
         self._memory = MemoryGrowth()
         self._drift = DriftWatch(started.plan, started.ranks.devices, None)
         self._begin_s = time.monotonic()
-        self._next_s = 0.0
+        self._next_s = self._renews_s = 0.0
         self._first = 0
         self._done = 0
 
@@ -574,6 +574,10 @@ class _ScriptWatch:
         processes = {rank: places[at].process for rank, at in started.ranks.devices.items()}
         for growing in self._memory.look(processes, left_s=math.inf, now_s=time.monotonic()):
             self.progress.say(f"warning: {growing.text}")
+        if started.slots is not None and time.monotonic() > self._renews_s:
+            self._renews_s = time.monotonic() + RENEW_S
+            if (text := started.slots.renew_names()) is not None:
+                self.progress.say(text)
         if time.monotonic() > self._next_s:
             self._next_s = time.monotonic() + PACE_S
             look_at_paces(
@@ -657,9 +661,6 @@ def run_epoch(
             write(plan, run.plan_file(folder))
             if not asked.again and not asked.run.resume:
                 run.forget_steps_after(0, run.metrics_file(folder))
-        if ranks.world == 1 and asked.slots is not None:
-            # A rank that is joined to nobody reads no copies.
-            rescue(asked.slots, saved, say=say)
         if asked.before is not None:
             log_event(started, asked.before)
         log_event(started, _attempt_record(started))

@@ -441,7 +441,7 @@ class Loop:
 
         if self._used is None or not (is_last or mirror.is_due(step)):
             return
-        began_s, usual_s, before = time.thread_time(), min(step_s[-MEASURED:]), mirror.every
+        began_s, usual_s = time.thread_time(), min(step_s[-MEASURED:])
         snapshot = self.engine.snapshot(copied=False)
         mirror.copy(
             snapshot,
@@ -451,10 +451,11 @@ class Loop:
             loss=loss,
             epoch=self.samples.epoch(self.engine.next_sample),
         )
-        if metrics is not None and (mirror.every != before or mirror.is_measured_first):
+        if metrics is not None and mirror.costs_more:
             interval = CopyInterval(
                 at_unix_s=unix_now_s(),
                 every_steps=mirror.every,
+                stored_steps=mirror.stored_steps,
                 step_s=usual_s,
                 state_bytes=snapshot.size_bytes,
             )

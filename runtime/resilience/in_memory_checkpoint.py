@@ -21,12 +21,16 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import torch
-import torch.distributed as dist
 
 from meshwright.planner.whatif.pricing.survival import COPIES_SHARE
 from meshwright.runtime.checkpoint.checkpoint import TrainingIdentity
 from meshwright.runtime.checkpoint.state_snapshot import Box, Snapshot
-from meshwright.runtime.core.object_collectives import all_gather_json, host_group
+from meshwright.runtime.core.object_collectives import (
+    all_gather_json,
+    number_of_ranks,
+    own_rank,
+    reduce_max,
+)
 from meshwright.runtime.data.sample_digest import SampleDigest
 from meshwright.runtime.resilience.peer_restore import key_of, restore_from_peers
 from meshwright.runtime.resilience.shared_memory import GENERATIONS, NodeSlots, slots_of_node
@@ -79,7 +83,7 @@ class Mirror:
         `identity` of what training its copies are, and `config` the model's in other words.
         """
         self._identity = identity
-        self._config = config if dist.get_rank() == 0 else None
+        self._config = config if own_rank() == 0 else None
         self._node, self._own = node, node.own[local_rank]
         self._local_rank, self._ranks = local_rank, ranks
         self._run, self._plan = run, plan
@@ -88,6 +92,11 @@ class Mirror:
         """Steps from one copy to the next."""
         self._copies = 0
         self._copies_s: deque[float] = deque(maxlen=MEASURED)
+        self._stored_s: deque[float] = deque(maxlen=MEASURED)
+        self.stored_steps: int | None = None
+        """Steps until a copy is on another node, too; None where no other node keeps copies."""
+        self.costs_more = False
+        """True if a loss may cost other steps than was known before the last copy."""
         self._behind: tuple[int, str] | None = None
         """Step and run of the state that must stay until the next one is kept."""
         self._last_step: int | None = None
@@ -117,11 +126,6 @@ class Mirror:
             identity=identity,
             config=config,
         )
-
-    @property
-    def is_measured_first(self) -> bool:
-        """True if the interval follows from a measurement for the first time."""
-        return self._copies == GENERATIONS + 1
 
     def newest(self, needed: Mapping[str, Box], *, of_this: bool = False) -> MirroredState | None:
         """Return the newest state that all ranks can go on from; all of them call it.
@@ -174,10 +178,8 @@ class Mirror:
             return False
         if self._node.kept is None:
             return True
-        self._asked_step = step - self.every // 2  # where it is not kept, ask again soon
-        kept = torch.tensor([int(self._node.kept.has_copy(self._run, self._last_step))])
-        dist.all_reduce(kept, op=dist.ReduceOp.MIN, group=host_group())
-        return bool(kept)
+        self._asked_step = step + 1 - self.every  # where it is not kept, ask after the next step
+        return not reduce_max([not self._node.kept.has_copy(self._run, self._last_step)])[0]
 
     def copy(
         self,
@@ -216,8 +218,8 @@ class Mirror:
             "epoch_of_data": epoch,
             "config": self._config,
             "files": {name: b64encode(data).decode() for name, data in files.items()},
-            "rank": dist.get_rank(),
-            "world": dist.get_world_size(),
+            "rank": own_rank(),
+            "world": number_of_ranks(),
             "behind": self._behind,
             "parts": parts,
         }
@@ -226,18 +228,23 @@ class Mirror:
         self._last_step = snapshot.step
         self._behind = snapshot.step, self._run
         self._copies += 1
+        self.costs_more = False
         if self._copies <= GENERATIONS:
             return
         self._copies_s.append(time.thread_time() - began_s)
         sent_s = 0.0 if self._node.kept is None else self._node.kept.processor_s / self._ranks
         copy_s = COPY_OVER_CALLS * statistics.fmean(self._copies_s) + sent_s
-        every = self._slowest_interval(copy_s / (COPIES_SHARE * step_s))
+        stored_s = 0.0
+        if self._node.kept is not None:
+            self._stored_s.append(self._node.kept.stored_s)
+            stored_s = statistics.median(self._stored_s)
+        # All ranks go by the one that copies take the longest.
+        intervals = reduce_max([copy_s / (COPIES_SHARE * step_s), stored_s / step_s])
+        every = max(1, *map(math.ceil, intervals))
+        is_first, before = self._copies == GENERATIONS + 1, (self.every, self.stored_steps)
         shorter, longer = STEADY
-        if self.is_measured_first or not self.every / shorter < every <= self.every * longer:
+        if is_first or not self.every / shorter < every <= self.every * longer:
             self.every = every
-
-    def _slowest_interval(self, every: float) -> int:
-        """Return the interval of the rank that copies take the longest, the same on all."""
-        longest = torch.tensor([every])
-        dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=host_group())
-        return max(1, math.ceil(float(longest)))
+        if self._node.kept is not None:
+            self.stored_steps = max(1, math.ceil(intervals[1]), self.stored_steps or 0)
+        self.costs_more = is_first or before != (self.every, self.stored_steps)

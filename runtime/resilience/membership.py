@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from meshwright.planner.documents.document import Part
-from meshwright.planner.documents.events import Drift, Reaction
+from meshwright.planner.documents.events import GIVEN_UP_S, Drift, Reaction
 from meshwright.planner.documents.units import Amount, Count, Positive, Text
 from meshwright.runtime.resilience.straggler_detector import StagePace
 from meshwright.runtime.run.recovery_policy import RankEnd
 
-LOST_S = 4.0
+LOST_S = GIVEN_UP_S - 1.0
 """An agent that is silent for so long is lost."""
 SUSPECT_S = 1.0
 """Seconds of silence after which an agent whose connections were closed is lost."""

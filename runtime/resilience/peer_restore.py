@@ -23,7 +23,7 @@ from meshwright.runtime.checkpoint.state_snapshot import (
     cut,
     intersection,
 )
-from meshwright.runtime.core.object_collectives import all_gather_json
+from meshwright.runtime.core.object_collectives import all_gather_json, number_of_ranks, own_rank
 from meshwright.runtime.resilience.shared_memory import StateSlot
 
 Key = tuple[int, str, str, int]
@@ -90,7 +90,7 @@ def restore_from_peers(
 
 def _from_own(copies: Sequence[RankCopy], needed: Mapping[str, Box]) -> Found | None:
     """Return what is needed where each rank has all of it itself."""
-    rank = dist.get_rank()
+    rank = own_rank()
     parts = _parts([copy.label for copy in copies])
     wanted = _wanted_boxes(parts, dict.fromkeys(parts, rank), needed)
     if not all(all_gather_json(wanted is not None)):
@@ -101,7 +101,7 @@ def _from_own(copies: Sequence[RankCopy], needed: Mapping[str, Box]) -> Found | 
 
 def _from_all(copies: Sequence[RankCopy], needed: Mapping[str, Box]) -> Found | None:
     """Return what is needed where all ranks together have it."""
-    rank = dist.get_rank()
+    rank = own_rank()
     every = all_gather_json([copy.label for copy in copies])
     parts = _parts([label for labels in every for label in labels])
     there: dict[int, list[int]] = {}
@@ -156,7 +156,7 @@ def _wanted_boxes(
 ) -> list[Want] | None:
     """Return the boxes that a rank asks for; None where they do not make up what it needs."""
     result: list[Want] = []
-    rank = dist.get_rank()
+    rank = own_rank()
     # A replica that is here need not travel; its own, lest a damaged one be covered by another's.
     order = sorted(parts, key=lambda part: (holders[part] != rank, part != rank, part))
     for name, box in needed.items():
@@ -184,7 +184,7 @@ def _exchange_boxes(
     copies: Sequence[RankCopy], parts: Parts, asked: Mapping[int, Sequence[Sequence[Any]]]
 ) -> list[Snapshot]:
     """Send what others ask for, and return what this rank has asked for."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank, world = own_rank(), number_of_ranks()
     snapshots = {copy.label["rank"]: copy.snapshot for copy in copies}
     pairs: dict[tuple[int, int], list[Want]] = {}
     for receiver, wants in asked.items():

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import select
 import socket
 import threading
@@ -151,12 +152,14 @@ class KeptCopies:
     def _send_all(self, pairing: Pairing, channel: Channel | None) -> None:
         sent: dict[int, tuple[int, str]] = {}
         announced: tuple[int, str] | None = None
-        took_s = 0.0
+        took_s, since_s = 0.0, math.inf
         while self._pairing is pairing and not self._ended.is_set():
             node = self._slots.node
             newest = [_newest(slots, pairing.epoch) for slots in node.own]
             found = {rank: state for rank, state in enumerate(newest) if state is not None}
             states = {_generation(label) for _, label in found.values()}
+            if states and states != {announced}:
+                since_s = min(since_s, time.monotonic() - LOOK_S)  # between two looks
             whole = len(found) == self._slots.ranks and len(states) == 1 and states != {announced}
             for _, label in found.values() if whole else ():
                 self._holds(_held_state(label))
@@ -171,8 +174,13 @@ class KeptCopies:
                 (announced,) = states
                 if node.kept is not None:
                     step, run = announced
-                    node.kept.write_step(run, step, processor_s=took_s + self._received_s)
-                took_s = 0.0
+                    node.kept.write_step(
+                        run,
+                        step,
+                        processor_s=took_s + self._received_s,
+                        stored_s=time.monotonic() - since_s,
+                    )
+                took_s, since_s = 0.0, math.inf
             self._ended.wait(LOOK_S)
 
     # --- what is kept -----------------------------------------------------------------------
@@ -223,7 +231,8 @@ class KeptCopies:
         if not 0 <= rank < len(wards) or label["epoch"] != pairing.epoch:
             raise Unauthentic("it sends what is not its own")
         code = at = 0
-        with to_write(wards[rank], label).fill(text, size) as filling:
+        slot = to_write(wards[rank], label)
+        with slot.fill(text, size) as filling:
             # What is slow is no reason to give up: who is gone closes the connection.
             for piece in channel.content(size):
                 filling[at : at + len(piece)] = piece
@@ -231,6 +240,9 @@ class KeptCopies:
                 at += len(piece)
             if code == said["code"]:
                 filling.commit(code)
+        if slot.is_replaced:
+            channel.send({"refused": "its memory was removed meanwhile"})
+            return
         if code != said["code"]:
             channel.send({"refused": "its bytes are not those of its checksum"})
             return

@@ -47,8 +47,8 @@ SLOTS = "MESHWRIGHT_SLOTS"
 GENERATIONS = 2
 MAGIC = b"mw-slot1"
 _HEADER = struct.Struct("=8sQQII")
-_KEPT = struct.Struct("=QQQ")
-"""Run, step, nanoseconds of processors."""
+_KEPT = struct.Struct("=QQQQ")
+"""Run, step, nanoseconds of processors, nanoseconds until it was stored."""
 _ROOM_BYTES = 2**16
 """Slots grow by multiples of it: labels grow by a digit now and then, and each time that a slot
 is mapped anew every page of it faults."""
@@ -58,6 +58,7 @@ SHARED = Path("/dev/shm")
 ROOM = 1.25
 """Ratio of required free space to the expected bytes, for slots that have names."""
 _MOST_FOLDERS = 64
+_PIECE_BYTES = 2**24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +94,8 @@ class Slots:
         self.stays = False
         """True if named slots stay behind: their contents could not be written."""
         self._seen: tuple[dict[str, Any], NodeSlots] | None = None
+        self._lacks_room = False
+        """True if names could not be written anew."""
 
     def __enter__(self) -> Slots:
         return self
@@ -137,6 +140,55 @@ class Slots:
             if os.fstat(descriptor).st_size:
                 os.pwrite(descriptor, bytes(_HEADER.size), 0)
 
+    def renew_names(self) -> str | None:
+        """Write anew what was removed from the folder of the slots; return what is said of it.
+
+        Ranks find what has taken the place of a slot at their next look.
+        """
+        if self._folder is None or self._checkpoints is None:
+            return None
+        before = self._folder
+        try:
+            if not self._is_removed():
+                return None
+            if not _is_at(self._lock, before / ".lock"):
+                self._make_folder(self._checkpoints)
+                _remove_unlocked(before)
+            self._write_about(self._checkpoints)
+            for kind, descriptors in (("own", self._own), ("wards", self._wards)):
+                for number, descriptor in enumerate(descriptors):
+                    file = self._folder / f"{kind}-{number:03}"
+                    if not _is_at(descriptor, file):
+                        _move_to_new_file(descriptor, file)
+            for context in self.contexts.values():
+                self._keep_context(context)
+        except OSError as error:
+            if self._lacks_room:
+                return None
+            self._lacks_room = True
+            return (
+                f"warning: {before}: copies of state in memory were removed, and cannot be written "
+                f"there again ({error.strerror}). They are lost if this launcher is killed"
+            )
+        self._lacks_room = False
+        return f"warning: {before}: copies of state in memory were removed; they are there again"
+
+    def _is_removed(self) -> bool:
+        assert self._folder is not None
+        files = (("own", self._own), ("wards", self._wards))
+        slots = [
+            (descriptor, self._folder / f"{kind}-{number:03}")
+            for kind, descriptors in files
+            for number, descriptor in enumerate(descriptors)
+        ]
+        places = [(self._lock, self._folder / ".lock"), *slots]
+        beside = [self._folder / "about.json"]
+        beside += [self._folder / f"plan-{_key_of_plan(plan)}.yaml" for plan in self.contexts]
+        return not (
+            all(_is_at(descriptor, file) for descriptor, file in places)
+            and all(file.exists() for file in beside)
+        )
+
     def _take_name(self) -> None:
         """Have a folder in shared memory, if there is room for what is expected."""
         if self._checkpoints is None or self._folder is not None or self._own or self._wards:
@@ -145,15 +197,27 @@ class Slots:
             room = os.statvfs(SHARED)
             if room.f_bavail * room.f_frsize < ROOM * self._expected_bytes:
                 return
-            about = json.dumps(_about(self._checkpoints))
-            for number in range(_MOST_FOLDERS):
-                folder = SHARED / f"{_prefix(self._checkpoints)}-{number}"
-                with contextlib.suppress(FileExistsError):
-                    folder.mkdir(mode=0o700)
-                    self._lock = _lock_folder(folder)
-                    self._folder = folder if self._lock is not None else None
-                    (folder / "about.json").write_text(about)
-                    return
+            self._make_folder(self._checkpoints)
+            self._write_about(self._checkpoints)
+
+    def _make_folder(self, checkpoints: Path) -> None:
+        """Have a locked folder of one's own, in place of one that was removed."""
+        for number in range(_MOST_FOLDERS):
+            folder = SHARED / f"{_prefix(checkpoints)}-{number}"
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir(mode=0o700)
+                lock = _lock_folder(folder)
+                if lock is None:
+                    continue
+                if self._lock is not None:
+                    os.close(self._lock)
+                self._lock, self._folder = lock, folder
+                return
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+
+    def _write_about(self, checkpoints: Path) -> None:
+        if self._folder is not None:
+            (self._folder / "about.json").write_text(json.dumps(_about(checkpoints)))
 
     def _keep_context(self, context: CopyContext) -> None:
         self.contexts[context.plan.digest] = context
@@ -248,11 +312,67 @@ def _left_copies(folder: Path) -> LeftCopies:
 
 
 def _write_context(context: CopyContext, folder: Path) -> None:
-    key = hashlib.sha256(context.plan.digest.encode()).hexdigest()[:16]
+    key = _key_of_plan(context.plan.digest)
     (folder / f"beside-{key}.json").write_text(json.dumps(dict(context.companions)))
     if context.model is not None:
         write(context.model, folder / f"model-{key}.yaml")
     write(context.plan, folder / f"plan-{key}.yaml")
+
+
+def _key_of_plan(digest: str) -> str:
+    return hashlib.sha256(digest.encode()).hexdigest()[:16]
+
+
+def _remove_unlocked(folder: Path) -> None:
+    """Delete what is left of a folder, where no launcher has taken its place."""
+    if folder.is_dir() and (lock := _lock_folder(folder)) is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _is_at(descriptor: int | None, file: Path) -> bool:
+    """Say whether an open file still has its name."""
+    if descriptor is None:
+        return False
+    with contextlib.suppress(OSError):
+        return os.path.samestat(os.fstat(descriptor), os.lstat(file))
+    return False
+
+
+def _move_to_new_file(descriptor: int, file: Path) -> None:
+    """Let a descriptor be of a new file with the same content; OSError where there is no room.
+
+    A rank may write meanwhile: what it began before is taken over once more, and what it begins
+    behind is in the new file, as it looks again once it has written (`StateSlot.write`).
+    """
+    file.unlink(missing_ok=True)
+    new = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    old = os.dup(descriptor)
+    try:
+        header = _copy_content(old, new)
+        os.dup2(new, descriptor, inheritable=False)
+        later = os.pread(old, _HEADER.size, 0)
+        if later != header and os.pread(new, _HEADER.size, 0) == header:
+            _copy_content(old, new)
+    except OSError:
+        file.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(old)
+        os.close(new)
+
+
+def _copy_content(source: int, target: int) -> bytes:
+    """Copy a slot, its header last; return the header."""
+    size = os.fstat(source).st_size
+    if not size:
+        return b""
+    _take_room(target, size)
+    header = os.pread(source, _HEADER.size, 0)
+    for at in range(_HEADER.size, size, _PIECE_BYTES):
+        os.pwrite(target, os.pread(source, min(_PIECE_BYTES, size - at), at), at)
+    os.pwrite(target, header, 0)
+    return header
 
 
 def _prefix(checkpoints: Path) -> str:
@@ -292,10 +412,11 @@ class Kept:
         with file.open("r+b") as opened:
             self._memory = mmap.mmap(opened.fileno(), _KEPT.size)
 
-    def write_step(self, run: str, step: int, *, processor_s: float) -> None:
+    def write_step(self, run: str, step: int, *, processor_s: float, stored_s: float = 0.0) -> None:
         """Say that copies of a step are there, and what sending the last ones took."""
+        seconds = round(processor_s * 1e9), round(stored_s * 1e9)
         self._memory[:] = bytes(_KEPT.size)
-        self._memory[:] = _KEPT.pack(int(run, 16), step, round(processor_s * 1e9))
+        self._memory[:] = _KEPT.pack(int(run, 16), step, *seconds)
 
     def has_copy(self, run: str, step: int) -> bool:
         """Return whether the partner has a copy of a step."""
@@ -307,6 +428,11 @@ class Kept:
         """Seconds of processors that copies of all ranks of the node took, the last time."""
         return float(_KEPT.unpack(self._memory[:])[2]) / 1e9
 
+    @property
+    def stored_s(self) -> float:
+        """Seconds from a copy until the partner had it, the last time."""
+        return float(_KEPT.unpack(self._memory[:])[3]) / 1e9
+
 
 class StateSlot:
     """One slot, as a rank writes and reads it.
@@ -317,7 +443,19 @@ class StateSlot:
     def __init__(self, file: Path) -> None:
         self._file = file
         self._memory: mmap.mmap | None = None
+        self._mapped: os.stat_result | None = None
+        """State of the file that is mapped."""
         self._seen: tuple[bytes, dict[str, Any] | None] = b"", None
+
+    @property
+    def is_replaced(self) -> bool:
+        """True if another file has taken the place of the one that is mapped."""
+        try:
+            return self._mapped is not None and not os.path.samestat(
+                self._file.stat(), self._mapped
+            )
+        except OSError:
+            return False  # its launcher is gone, and what is mapped stays
 
     def _map_memory(self, least: int = 0) -> mmap.mmap | None:
         """Return its memory, of this many bytes at least; None where it has none."""
@@ -325,9 +463,11 @@ class StateSlot:
             self._memory is None
             or self._memory.size() != len(self._memory)
             or (len(self._memory) < least)
+            or self.is_replaced
         ):
             with self._file.open("r+b") as opened:
-                size = os.fstat(opened.fileno()).st_size
+                self._mapped = os.fstat(opened.fileno())
+                size = self._mapped.st_size
                 if size < least:
                     _take_room(opened.fileno(), -(-least // _ROOM_BYTES) * _ROOM_BYTES)
                 # Views of a shorter one keep it as long as they are there.
@@ -336,13 +476,16 @@ class StateSlot:
 
     def write(self, label: Mapping[str, Any], pieces: Sequence[memoryview]) -> None:
         """Put in a label and bytes; until all of them are there the slot has nothing."""
-        code = at = 0
-        with self.fill(json.dumps(label), sum(piece.nbytes for piece in pieces)) as content:
-            for piece in pieces:
-                content[at : at + piece.nbytes] = piece
-                code = zlib.crc32(piece, code)
-                at += piece.nbytes
-            content.commit(code)
+        is_written = False
+        while not is_written:
+            code = at = 0
+            with self.fill(json.dumps(label), sum(piece.nbytes for piece in pieces)) as content:
+                for piece in pieces:
+                    content[at : at + piece.nbytes] = piece
+                    code = zlib.crc32(piece, code)
+                    at += piece.nbytes
+                content.commit(code)
+            is_written = not self.is_replaced
 
     @contextlib.contextmanager
     def fill(self, label: str, size: int) -> Iterator[Filling]:

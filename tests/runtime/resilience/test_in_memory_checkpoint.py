@@ -221,3 +221,44 @@ def test_copies_and_what_is_behind_them_take_less_than_a_hundredth() -> None:
     with Slots() as slots:
         for every in on_ranks(2, interval, slots.environment(2), 10.0, 1.0):
             assert most_measured * 10.0 / every < 0.01
+
+
+def test_a_rank_that_is_joined_to_nobody_has_copies_too() -> None:
+    with Slots() as slots:
+        node = slots_of_node(slots.environment(1))
+        assert node is not None
+        first = Mirror(node, local_rank=0, ranks=1, run="f1", plan="a")
+        for step in (6, 7, 8):
+            assert first.is_due(step)
+            used = SampleDigest.of_first(8 * step)
+            first.copy(state_of(0, step), used=used, began_s=time.thread_time(), step_s=1e9)
+        assert first.costs_more
+        second = Mirror(node, local_rank=0, ranks=1, run="f2", plan="a")
+
+        kept = second.newest(needed_by(0))
+
+    assert kept is not None
+    assert kept.step == 8
+    assert torch.equal(kept.snapshots[0].parts["weight"].values, torch.full((2, 3), 80.0))
+
+
+@pytest.mark.parametrize(("stored_s", "apart"), [(0.0, 1), (3.5, 4)])
+def test_copies_lie_as_far_apart_as_they_take_to_the_partner(stored_s: float, apart: int) -> None:
+    with Slots() as slots:
+        slots.begin(epoch=1, wards=1, has_partner=True)
+        node = slots_of_node(slots.environment(1))
+        assert node is not None
+        assert slots.node.kept is not None
+        mirror = Mirror(node, local_rank=0, ranks=1, run="f1", plan="a")
+        for step in (0, 2, 4):
+            assert mirror.is_due(step)
+            used = SampleDigest.of_first(8 * step)
+            mirror.copy(state_of(0, step), used=used, began_s=time.thread_time(), step_s=1.0)
+            assert not mirror.is_due(step + 1), "it is copied before the partner has the last one"
+            slots.node.kept.write_step("f1", step, processor_s=0.0, stored_s=stored_s)
+        mirror.copy(state_of(0, 6), used=used, began_s=time.thread_time(), step_s=1.0)
+
+        assert (mirror.every, mirror.stored_steps) == (apart, apart)
+        assert not mirror.is_due(6 + apart)
+        slots.node.kept.write_step("f1", 6, processor_s=0.0, stored_s=stored_s)
+        assert mirror.is_due(6 + apart + 1), "it does not ask again after the next step"

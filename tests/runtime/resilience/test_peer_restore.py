@@ -58,7 +58,7 @@ def test_a_rank_takes_its_own_replica_before_a_wards_that_lies_beside_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A replica that was damaged is then found by a comparison behind the restore."""
-    monkeypatch.setattr(peer_restore.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(peer_restore, "own_rank", lambda: 1)
     box = Box((4,), (0,), (4,))
     parts = {
         rank: peer_restore.PartBoxes(place=(7, 56), boxes={"model.a": ("float32", box)})

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -65,12 +68,12 @@ def test_ranks_are_told_which_copies_the_partner_has() -> None:
         assert launcher is not None
 
         assert not rank.has_copy("ab12", 7)
-        launcher.write_step("ab12", 7, processor_s=0.25)
+        launcher.write_step("ab12", 7, processor_s=0.25, stored_s=1.5)
 
         assert rank.has_copy("ab12", 7)
         assert not rank.has_copy("ab12", 6)
         assert not rank.has_copy("ab13", 7)
-        assert rank.processor_s == 0.25
+        assert (rank.processor_s, rank.stored_s) == (0.25, 1.5)
 
 
 def test_what_a_rank_wrote_outlives_it(slots: tuple[tuple[StateSlot, ...], ...]) -> None:
@@ -177,3 +180,102 @@ def test_what_is_left_of_another_run_goes_once_that_run_has_come_further(
 
     assert asked == [(7, theirs)]
     assert bool(list(tmp_path.glob("meshwright-*"))) == newer
+
+
+REMOVED: dict[str, Callable[[Path], None]] = {
+    "the folder": shutil.rmtree,
+    "a slot": lambda folder: (folder / "own-001").unlink(),
+    "the lock": lambda folder: (folder / ".lock").unlink(),
+    "whose they are": lambda folder: (folder / "about.json").unlink(),
+}
+
+
+@pytest.fixture
+def named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Slots, Path]]:
+    """Slots with names, and the folder of checkpoints that they are of."""
+    monkeypatch.setattr(shared_memory, "SHARED", tmp_path)
+    saves = tmp_path / "saves"
+    saves.mkdir()
+    with Slots(saves) as made:
+        yield made, saves
+
+
+def left_steps(slots: Slots, saves: Path) -> list[int]:
+    """Return the steps that the next launcher finds where this one is killed now."""
+    assert slots._lock is not None
+    os.dup2(os.open(os.devnull, os.O_RDONLY), slots._lock)  # the lock of a killed one is open
+    with left_copies(saves, lambda node, folder: True) as leftovers:
+        read = [slot.read() for left in leftovers for pair in left.node.own for slot in pair]
+    return [found[0]["step"] for found in read if found is not None]
+
+
+@pytest.mark.parametrize("what", REMOVED)
+def test_copies_that_were_removed_have_names_again(named: tuple[Slots, Path], what: str) -> None:
+    slots, saves = named
+    first, second = seen(slots.environment(1)).own[0]
+    first.write({"step": 6}, PIECES)
+    second.write({"step": 7}, PIECES)
+    assert slots.renew_names() is None
+
+    REMOVED[what](next(saves.parent.glob("meshwright-*")))
+    text = slots.renew_names()
+
+    assert text is not None
+    assert "were removed; they are there again" in text
+    assert slots.renew_names() is None
+    first.write({"step": 8}, PIECES)  # by a rank that had mapped what is gone
+    assert [slot.label() for slot in slots.node.own[0]] == [{"step": 8}, {"step": 7}]
+    assert left_steps(slots, saves) == [8, 7]
+
+
+@pytest.mark.parametrize("moment", ["before", "behind"])
+def test_a_copy_that_is_written_while_its_file_is_replaced_is_not_lost(
+    named: tuple[Slots, Path], monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    slots, saves = named
+    slot = seen(slots.environment(1)).own[0][0]
+    slot.write({"step": 6}, PIECES)
+    shutil.rmtree(next(saves.parent.glob("meshwright-*")))
+    replace, writing = os.dup2, slot.fill(json.dumps({"step": 7}), 9)
+    filling = writing.__enter__()
+    filling[0:9] = b"somebytes"
+    filling.commit(zlib.crc32(b"somebytes"))
+
+    def dup2(*words: int, **rest: bool) -> int:
+        if moment == "before":
+            writing.__exit__(None, None, None)
+        return replace(*words, **rest)
+
+    monkeypatch.setattr(os, "dup2", dup2)
+    slots.renew_names()
+    monkeypatch.undo()
+    monkeypatch.setattr(shared_memory, "SHARED", saves.parent)
+    if moment == "behind":
+        writing.__exit__(None, None, None)
+        assert slot.is_replaced, "its writer does not know that it has to write again"
+        slot.write({"step": 7}, PIECES)
+
+    assert not StateSlot(slot._file).is_replaced
+    assert left_steps(slots, saves) == [7]
+
+
+def test_copies_that_find_no_room_stay_where_they_are(
+    named: tuple[Slots, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots, saves = named
+    slot = seen(slots.environment(1)).own[0][0]
+    slot.write({"step": 6}, PIECES)
+    shutil.rmtree(next(saves.parent.glob("meshwright-*")))
+
+    def refuse(descriptor: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as full:
+        full.setattr(shared_memory, "_take_room", refuse)
+        text = slots.renew_names()
+        assert text is not None
+        assert "cannot be written there again (No space left on device)" in text
+        assert slots.renew_names() is None, "it is said again and again"
+        assert slot.label() == slots.node.own[0][0].label() == {"step": 6}
+    assert "are there again" in (slots.renew_names() or "")
+    assert left_steps(slots, saves) == [6]
