@@ -212,6 +212,7 @@ KINDS = (
     Kind("train.py", 2, sleep_s=SCRIPT_S),
     Kind("train.py", 2, sleep_s=SCRIPT_S, spare=True),
     Kind("train.py", 3, sleep_s=SCRIPT_S),
+    Kind("own.py:Own", 1, ("zero=2",), sleep_s=OWN_S),
 )
 # Scripts and one node come twice, as they have most faults of their own.
 ORDERS = {

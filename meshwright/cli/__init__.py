@@ -125,7 +125,8 @@ def main(arguments: list[str] | None = None) -> int:
             print_message("interrupted")
             _fail(json, "Interrupted", "interrupted", INTERRUPTED)
     except MeshwrightError as error:
-        refuse(str(error))
+        if not error.is_printed:
+            refuse(str(error))
         return _fail(json, type(error).__name__, str(error), error.status, _place(error))
     except WRONG_USAGE as error:
         _show_value(error)

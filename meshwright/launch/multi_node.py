@@ -262,6 +262,7 @@ class Epochs:
                 return self._attempt(self._fit, asked, epoch.ends)
             except (RankFailed, NodeLeft) as failed:
                 print(f"meshwright: {lines(str(failed))}", file=sys.stderr)
+                failed.is_printed = True
                 self._regroup(failed)
             shrunk, self._again = None, True
             goes_on = {"resume": True, "or_start": True}

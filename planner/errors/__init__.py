@@ -25,6 +25,8 @@ class MeshwrightError(Exception):
 
     status = 1
     """Exit status of the process that the error ends."""
+    is_printed = False
+    """True if its message was printed when it came, and is not printed again at the end."""
 
 
 class DocumentError(MeshwrightError):

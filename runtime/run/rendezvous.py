@@ -127,7 +127,8 @@ class Rendezvous:
     def _leave(self, error: BaseException | None) -> None:
         """Tell the others why this node leaves, if something went wrong, and close."""
         if error is not None:
-            reason = str(error) or type(error).__name__
+            is_interrupt = isinstance(error, KeyboardInterrupt)
+            reason = "interrupted" if is_interrupt else str(error) or type(error).__name__
             for channel in self._others.values():
                 with contextlib.suppress(OSError, LaunchError):
                     channel.send({"left": reason})
