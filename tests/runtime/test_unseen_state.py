@@ -351,11 +351,11 @@ def _drop_layers(layout: dict[str, Any], wanted: list[dict[str, Tensor]]) -> Non
 
 def test_layers_that_drop_themselves_train_alike_in_stages_and_replicas() -> None:
     """Also in micro-batches that drop all layers of a stage, or of the module."""
-    wanted = [planned(Residual, {**MICRO, "seed": seed}) for seed in range(4)]
+    wanted = [planned(Residual, {**MICRO, "seed": seed}) for seed in range(2)]
     assert any(
         not torch.equal(one["blocks.0.weight"], wanted[0]["blocks.0.weight"]) for one in wanted
     )
-    for layout, seeds in (({"pipeline": 2}, 4), ({"zero": 3}, 2)):
+    for layout, seeds in (({"pipeline": 2}, 2), ({"zero": 3}, 1)):
         on_ranks(2, _drop_layers, layout, wanted[:seeds])
 
 

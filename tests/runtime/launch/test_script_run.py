@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import functools
 import os
 import re
 import statistics
@@ -91,6 +92,7 @@ if __name__ == "__main__":
 '''
 
 
+@functools.cache
 def plain_run() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Return what the script defines, and the weights that it trains in this process."""
     space: dict[str, Any] = {"__name__": "train"}
@@ -99,7 +101,9 @@ def plain_run() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     return space, plain.state_dict()
 
 
-def plan_of(space: dict[str, Any], folder: Path) -> meshwright.Plan:
+@functools.cache
+def two_ranks() -> meshwright.Plan:
+    space = plain_run()[0]
     two = meshwright.plan(
         space["build"],
         "local:2",
@@ -109,6 +113,11 @@ def plan_of(space: dict[str, Any], folder: Path) -> meshwright.Plan:
         fix=["zero=3"],
     )
     assert two.mesh.data_shard == 2
+    return two
+
+
+def plan_of(folder: Path) -> meshwright.Plan:
+    two = two_ranks()
     write(two, folder / "plan.yaml")
     (folder / "train.py").write_text(SCRIPT)
     return two
@@ -127,8 +136,8 @@ def test_a_script_runs_on_all_ranks_and_the_console_has_what_rank_0_prints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    space, expected = plain_run()
-    plan = plan_of(space, tmp_path)
+    _, expected = plain_run()
+    plan = plan_of(tmp_path)
     (tmp_path / "died").touch()  # nobody is killed
 
     assert cli.main([
@@ -168,7 +177,7 @@ def test_ctrl_c_ends_a_run_with_the_status_of_other_commands(
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    plan_of(plain_run()[0], tmp_path)
+    plan_of(tmp_path)
     monkeypatch.setattr(script_run, "_attempt", interrupt)
 
     words = ["run", "--plan", str(tmp_path / "plan.yaml"), "-o", str(tmp_path / "out")]
@@ -181,8 +190,8 @@ def test_a_rank_killed_on_one_of_two_nodes_costs_no_step_and_no_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    space, expected = plain_run()
-    plan_of(space, tmp_path)
+    _, expected = plain_run()
+    plan_of(tmp_path)
     port = free_port()
     ends: list[ScriptRun | MeshwrightError | None] = [None, None]
     said: list[list[str]] = [[], []]
@@ -223,9 +232,7 @@ def test_a_rank_killed_on_one_of_two_nodes_costs_no_step_and_no_state(
 def test_nodes_that_the_plan_does_not_have_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    space: dict[str, Any] = {"__name__": "train"}
-    exec(compile(SCRIPT, "train.py", "exec"), space)
-    plan_of(space, tmp_path)
+    plan_of(tmp_path)
 
     assert cli.main([
         *("run", "--plan", str(tmp_path / "plan.yaml"), "--nodes", "2", "--node", "0"),
@@ -334,8 +341,8 @@ def test_a_script_under_notice_saves_hands_over_and_goes_on_without_a_step_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    space, expected = plain_run()
-    plan_of(space, tmp_path)
+    _, expected = plain_run()
+    plan_of(tmp_path)
     (tmp_path / "died").touch()  # nobody is killed
     noticed = SCRIPT.replace(
         "        engine.step(engine.slice(batch_of(engine.steps)))\n",
