@@ -18,6 +18,7 @@ from meshwright.launch import launch as launches
 from meshwright.planner.catalog import machine_figures
 from meshwright.planner.documents import document
 from meshwright.planner.documents.plan import Plan
+from meshwright.planner.errors import LaunchError
 from meshwright.runtime.run.launch_options import LaunchRun, Where
 from tests.limits import PATIENCE_S
 
@@ -544,3 +545,19 @@ def test_a_number_that_no_record_takes_is_refused_in_our_words(
     said = capsys.readouterr().err
     assert said.startswith("meshwright: scale-up-after is ")
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("is_printed", [True, False])
+def test_what_was_printed_when_it_came_is_not_printed_again(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *, is_printed: bool
+) -> None:
+    error = LaunchError("node 0: interrupted")
+    error.is_printed = is_printed
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "app", fail)
+
+    assert cli.main(["launch"]) == 1
+    assert capfd.readouterr().err.count("node 0: interrupted") == (not is_printed)

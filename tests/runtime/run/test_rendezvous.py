@@ -49,7 +49,7 @@ def in_threads(*calls: Callable[[], Any]) -> list[Any]:
     def run_one(index: int) -> None:
         try:
             results[index] = calls[index]()
-        except LaunchError as error:
+        except (LaunchError, KeyboardInterrupt) as error:
             results[index] = error
 
     threads = [threading.Thread(target=run_one, args=(index,)) for index in range(len(calls))]
@@ -81,17 +81,23 @@ def test_all_hear_what_all_say_in_the_order_of_the_nodes() -> None:
 
 
 @pytest.mark.parametrize("leaving", [0, 2])
-def test_a_node_that_fails_tells_all_others_why(leaving: int) -> None:
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [(LaunchError("the disk is full"), "the disk is full"), (KeyboardInterrupt(), "interrupted")],
+)
+def test_a_node_that_fails_tells_all_others_why(
+    leaving: int, error: BaseException, why: str
+) -> None:
     def work(met: Rendezvous) -> None:
         met.all_gather("here")
         if met.node_rank.node == leaving:
-            raise LaunchError("the disk is full")
+            raise error
         met.all_gather("done")
 
     results = of_nodes(3, work)
 
-    assert str(results.pop(leaving)) == "the disk is full"
-    assert [str(result) for result in results] == [f"node {leaving}: the disk is full"] * 2
+    assert results.pop(leaving) is error
+    assert [str(result) for result in results] == [f"node {leaving}: {why}"] * 2
 
 
 def test_while_ranks_work_a_node_looks_whether_others_left() -> None:
