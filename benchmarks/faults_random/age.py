@@ -86,7 +86,8 @@ class AgedRun:
         done = checkpoint.progress(saved)
         samples = done.sample // done.step * self._age
         used = SampleDigest.of_first(samples)
-        old = done.model_copy(update={"step": self._age, "sample": samples, "used": used})
+        number = {"step": self._age, "sample": samples, "used": used, "checksum": None}
+        old = done.model_copy(update=number)
         (saved / "meta.json").write_text(checkpoint._meta(old))
         saved.rename(saved.with_name(f"step-{self._age:06}"))
         write_records(self.output, self._age)
