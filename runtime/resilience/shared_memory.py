@@ -446,6 +446,8 @@ class StateSlot:
         self._mapped: os.stat_result | None = None
         """State of the file that is mapped."""
         self._seen: tuple[bytes, dict[str, Any] | None] = b"", None
+        self.problem: str | None = None
+        """Reason why its memory could not be read."""
 
     @property
     def is_replaced(self) -> bool:
@@ -473,6 +475,14 @@ class StateSlot:
                 # Views of a shorter one keep it as long as they are there.
                 self._memory = mmap.mmap(opened.fileno(), 0) if max(size, least) else None
         return self._memory
+
+    def _readable_memory(self) -> mmap.mmap | None:
+        """Return its memory; None where it has none, or may not be read."""
+        try:
+            return self._map_memory()
+        except OSError as error:
+            self.problem = f"{self._file}: {error.strerror}"
+            return None
 
     def write(self, label: Mapping[str, Any], pieces: Sequence[memoryview]) -> None:
         """Put in a label and bytes; until all of them are there the slot has nothing."""
@@ -504,7 +514,7 @@ class StateSlot:
 
     def label(self) -> dict[str, Any] | None:
         """Return the label of what is in it, whose bytes are not looked at; soon if it was seen."""
-        memory = self._map_memory()
+        memory = self._readable_memory()
         head = b"" if memory is None else memory[: _HEADER.size]
         if head != self._seen[0]:
             contents = self.contents()
@@ -520,7 +530,7 @@ class StateSlot:
 
     def contents(self) -> tuple[str, memoryview, int] | None:
         """Return label, bytes and the checksum that was written for them, which is not checked."""
-        mapped = self._map_memory()
+        mapped = self._readable_memory()
         if mapped is None or len(mapped) < _HEADER.size:
             return None
         memory = memoryview(mapped)

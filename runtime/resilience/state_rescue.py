@@ -93,6 +93,14 @@ def adopt(folder: Path, *, say: Say) -> Path | None:
             if problem is not None:
                 say(f"warning: {left.folder}: cannot be written to {folder}: {problem}")
                 continue
+            slots = [slot for pair in (*left.node.own, *left.node.wards) for slot in pair]
+            unread = [slot.problem for slot in slots if slot.problem is not None]
+            if unread:
+                say(
+                    f"warning: a launcher that was killed left copies that cannot be read "
+                    f"({unread[0]}); make them readable and start again, or delete {left.folder}"
+                )
+                continue
             shutil.rmtree(left.folder, ignore_errors=True)
     if saved is not None:
         say(f"{object_store.shown(saved)} is complete; its state was in memory")

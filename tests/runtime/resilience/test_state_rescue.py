@@ -174,3 +174,20 @@ def test_an_older_state_that_is_saved_leaves_the_newest_in_memory(
     monkeypatch.setattr(shared_memory, "SHARED", tmp_path)
 
     assert state_rescue.adopt(saved, say=print) == saved / "step-000007"
+
+
+def test_copies_that_cannot_be_read_are_named_and_stay(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a file of another user; here a folder has its name, which no user can read."""
+    with Slots(saved) as slots:
+        slots.environment(1, CopyContext(plan=PLAN, model=MODEL))
+        slots.stays = True  # as one that is killed
+    (left,) = tmp_path.glob("meshwright-*")
+    (left / "own-000").unlink()
+    (left / "own-000").mkdir()
+
+    assert state_rescue.adopt(saved, say=print) is None
+
+    assert f"cannot be read ({left}/own-000: Is a directory)" in capsys.readouterr().out
+    assert (left / "own-000").exists()
