@@ -108,11 +108,12 @@ class AgedRun:
             self._wait_for_step((self._age or SAVE_EVERY) + 15, launcher)
             for number in range(kills):
                 alive = sorted(rank.pid for rank in ranks(self.name))
+                before = self._last_lines()
                 os.kill(alive[number % len(alive)], signal.SIGKILL)
                 begin_s = time.monotonic()
-                while set(alive) & {rank.pid for rank in ranks(self.name)}:
-                    time.sleep(0.005)
-                self._wait_for_news(launcher)
+                self._wait_for_ranks(set(alive), launcher)
+                before |= self._last_lines()  # a step that the others still finished
+                self._wait_for_news(before, launcher)
                 seconds.append(time.monotonic() - begin_s)
                 self._wait_for_step(self.newest_step() + 15, launcher)
         finally:
@@ -120,11 +121,20 @@ class AgedRun:
             launcher.wait()
         return seconds
 
-    def _wait_for_news(self, launcher: subprocess.Popen[bytes]) -> None:
-        """Wait until a step is written down from now on."""
-        file, until_s = run_folder.metrics_file(self.output), time.monotonic() + PATIENCE_S
-        before = file.read_bytes().splitlines()[-1]
-        while file.read_bytes().splitlines()[-1:] in ([before], []):
+    def _last_lines(self) -> set[bytes]:
+        lines = run_folder.metrics_file(self.output).read_bytes().splitlines()
+        return set(lines[-2 * SAVE_EVERY :])
+
+    def _wait_for_ranks(self, before: set[int], launcher: subprocess.Popen[bytes]) -> None:
+        """Wait until none of these ranks is there, and others are."""
+        until_s = time.monotonic() + PATIENCE_S
+        while not (now := {rank.pid for rank in ranks(self.name)}) or now & before:
+            self._check(launcher, until_s)
+
+    def _wait_for_news(self, before: set[bytes], launcher: subprocess.Popen[bytes]) -> None:
+        """Wait until a step is written down that was not there before."""
+        until_s = time.monotonic() + PATIENCE_S
+        while not self._last_lines() - before:
             self._check(launcher, until_s)
 
     def _wait_for_step(self, step: int, launcher: subprocess.Popen[bytes]) -> None:
