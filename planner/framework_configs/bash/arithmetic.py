@@ -74,7 +74,7 @@ def value_of(text: str, variables: Variables, depth: int = 0) -> int:
     if not tokens:
         return 0
     reader = _Reader(tokens, variables, depth)
-    value = reader.every()
+    value = reader.comma_value()
     if reader.at < len(tokens):
         raise NoNumberError(text)
     return value
@@ -93,7 +93,7 @@ class _Reader:
             raise NoNumberError(sign)
         self.at += 1
 
-    def every(self) -> int:
+    def comma_value(self) -> int:
         """Return the last value of `a, b`."""
         value = self.assignment()
         while self._next() == ",":
@@ -115,7 +115,7 @@ class _Reader:
                 value = self.assignment()
                 if sign != "=":
                     value = self._result(sign[:-1], self._number_of(name, index), value)
-                self._set(name, index, value)
+                self._assign_place(name, index, value)
                 self._depth -= 1
                 return value
             self.at = begin
@@ -129,7 +129,7 @@ class _Reader:
         if self._next() != "[":
             return name, None
         self.at += 1
-        index = self.every()
+        index = self.comma_value()
         self._expect("]")
         return name, index
 
@@ -141,7 +141,7 @@ class _Reader:
             return value_of(text, self._variables, self._depth + 1)
         return _number(text.removeprefix("-")) * (-1 if text[:1] == "-" else 1) if text else 0
 
-    def _set(self, name: str, index: int | None, value: int) -> None:
+    def _assign_place(self, name: str, index: int | None, value: int) -> None:
         if not self._skips:
             self._variables.set_number(name, index, value)
 
@@ -154,7 +154,7 @@ class _Reader:
         if self._next() != "?":
             return condition
         self.at += 1
-        first = self._if(bool(condition), self.every)
+        first = self._if(bool(condition), self.comma_value)
         self._expect(":")
         second = self._if(not condition, self.choice)
         return first if condition else second
@@ -202,14 +202,14 @@ class _Reader:
             case "-" | "+" | "!" | "~":
                 result = _SINGLE[token](self._single())
             case "(":
-                result = self.every()
+                result = self.comma_value()
                 self._expect(")")
             case "++" | "--":
                 if not _is_name(self._next()):
                     raise NoNumberError(token)
                 name, index = self._place()
                 result = _check_range(self._number_of(name, index) + (1 if token == "++" else -1))
-                self._set(name, index, result)
+                self._assign_place(name, index, result)
             case _ if token[0].isdigit():
                 result = _number(token)
             case _ if _is_name(token):
@@ -219,7 +219,7 @@ class _Reader:
                 if self._next() in ("++", "--"):
                     step = 1 if self._next() == "++" else -1
                     self.at += 1
-                    self._set(name, index, _check_range(result + step))
+                    self._assign_place(name, index, _check_range(result + step))
             case _:
                 raise NoNumberError(token)
         self._depth -= 1

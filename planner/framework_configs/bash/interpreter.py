@@ -515,7 +515,7 @@ class _Run:
     def _run_counted(self, node: CountedLoop) -> bool | None:
         self._arithmetic(node.begin)
         for _ in range(MOST_ROUNDS):
-            if node.condition and not self._holds(node.condition):
+            if node.condition and not self._condition_value(node.condition):
                 return True
             try:
                 self.run(node.body)
@@ -525,7 +525,7 @@ class _Run:
             self._arithmetic(node.step)
         raise self.refuse(f"has a loop of more than {MOST_ROUNDS:,} rounds")
 
-    def _holds(self, condition: Word) -> bool:
+    def _condition_value(self, condition: Word) -> bool:
         value = self._arithmetic(condition)
         if value is None:
             text = _bash_text(_join_pieces(self._pieces(condition)))
@@ -693,7 +693,7 @@ class _Run:
         else:
             self._assign(VariableAssignment(name, False, (LiteralText(str(value), quoted=True),)))
 
-    def _computed(self, text: str) -> int | None:
+    def _expression_value(self, text: str) -> int | None:
         """Return the value of an expression that may change variables; None if it is unknown."""
         if not arithmetic.changed_names(text):
             return self._number(text)
@@ -713,7 +713,7 @@ class _Run:
         return None
 
     def _arithmetic(self, word: Word) -> bool | None:
-        value = self._computed(_join_pieces(self._pieces(word)))
+        value = self._expression_value(_join_pieces(self._pieces(word)))
         return None if value is None else bool(value)
 
     # Words.
@@ -791,7 +791,7 @@ class _Run:
                 return [[(_unknown(text), True)]]
             case Arithmetic(word, quoted):
                 text = _join_pieces(self._pieces(word))
-                value = self._computed(text)
+                value = self._expression_value(text)
                 names = unknown_names(text) or self._unset_in(text)
                 name = names[0] if names else f"$(({text}))"
                 return [[(_unknown(name) if value is None else str(value), quoted)]]
@@ -1292,7 +1292,7 @@ class _Run:
             name = PurePosixPath(word).name
             if name in _SHELLS and words[at - 1] != "--entrypoint":
                 prefix = (*map(_bash_text, words[:at]), ";")
-                state, self.state = self.state, self._given(base, words[1:at])
+                state, self.state = self.state, self._child_of_launcher(base, words[1:at])
                 try:
                     return self._shell(words[at:], command, prefix)
                 finally:
@@ -1312,7 +1312,7 @@ class _Run:
         self._start(words)
         return None
 
-    def _given(self, base: str, words: list[str]) -> _ShellVariables:
+    def _child_of_launcher(self, base: str, words: list[str]) -> _ShellVariables:
         """Return the state of a shell with what its launcher sets and leaves out."""
         state = self.state.copy()
         if base in _CONTAINERS or (
@@ -1462,10 +1462,10 @@ def _replace(pieces: list[Piece], text: str, *, everywhere: bool) -> str | None:
     anchor = old[0][0][0] if not old[0][1] else ""
     if anchor in ("#", "%") and not everywhere:
         old[0] = (old[0][0][1:], False)
-        return patterns.replaced_end(old, text, new, front=anchor == "#")
+        return patterns.text_with_new_end(old, text, new, front=anchor == "#")
     if anchor in ("#", "%"):
         return None
-    return patterns.replaced(old, text, new, everywhere=everywhere)
+    return patterns.text_with_replacement(old, text, new, everywhere=everywhere)
 
 
 def _is_open(words: list[str]) -> bool:
@@ -1643,7 +1643,7 @@ def _echo(run: _Run, words: list[str], _: Simple | None) -> bool:
 def _printf(run: _Run, words: list[str], _: Simple | None) -> bool:
     stored = words[2] if len(words) > 3 and words[1] == "-v" else None
     form, *values = words[3:] if stored else words[1:] or [""]
-    text = _formatted(form, values)
+    text = _printf_text(form, values)
     if stored is None:
         run._prints(text)
     elif re.fullmatch(r"[A-Za-z_]\w*", stored):
@@ -1660,10 +1660,10 @@ def _plain_assignment(name: str, text: str) -> VariableAssignment:
 _FORMAT = re.compile(r"%([-0]?)(\d{0,3})([sdixu%])|\\([nt\\])|([^%\\]+)", re.A)
 
 
-def _formatted(form: str, values: list[str]) -> str | None:
+def _printf_text(form: str, values: list[str]) -> str | None:
     """Return what `printf` makes of a format and values; None where that is not followed.
 
-    >>> _formatted("%s-%03d\\\\n", ["a", "7", "b", "8"])
+    >>> _printf_text("%s-%03d\\\\n", ["a", "7", "b", "8"])
     'a-007\\nb-008\\n'
     """
     if unknown_names(form) or "".join(match[0] for match in _FORMAT.finditer(form)) != form:
@@ -1677,7 +1677,7 @@ def _formatted(form: str, values: list[str]) -> str | None:
             elif match[3] == "%":
                 text += "%"
             else:
-                part = _formatted_value(match, left.pop(0) if left else None)
+                part = _printf_value_text(match, left.pop(0) if left else None)
                 if part is None:
                     return None
                 text += part
@@ -1685,7 +1685,7 @@ def _formatted(form: str, values: list[str]) -> str | None:
             return text
 
 
-def _formatted_value(match: re.Match[str], value: str | None) -> str | None:
+def _printf_value_text(match: re.Match[str], value: str | None) -> str | None:
     value = value or ""
     if match[3] != "s":
         if not re.fullmatch(r"-?(0|[1-9]\d{0,17})|", value):

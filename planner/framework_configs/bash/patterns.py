@@ -52,7 +52,7 @@ def trimmed_end(pieces: list[Piece], text: str, *, front: bool, longest: bool) -
     return text
 
 
-def replaced(pieces: list[Piece], text: str, new: str, *, everywhere: bool) -> str:
+def text_with_replacement(pieces: list[Piece], text: str, new: str, *, everywhere: bool) -> str:
     """Return a text whose first longest match of a pattern, or each of them, is another text."""
     if len(text) > 200:
         raise NoPatternError(text[:40])
@@ -69,7 +69,7 @@ def replaced(pieces: list[Piece], text: str, new: str, *, everywhere: bool) -> s
     return result + text[at:]
 
 
-def replaced_end(pieces: list[Piece], text: str, new: str, *, front: bool) -> str:
+def text_with_new_end(pieces: list[Piece], text: str, new: str, *, front: bool) -> str:
     """Return a text whose longest match of a pattern at an end is another text."""
     if len(text) > 400:
         raise NoPatternError(text[:40])

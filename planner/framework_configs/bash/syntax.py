@@ -896,10 +896,10 @@ _ESCAPED = re.compile(
 
 def _unescape(text: str) -> str:
     """Return the text of `$'...'`."""
-    return _ESCAPED.sub(_escaped, text)
+    return _ESCAPED.sub(_character_of, text)
 
 
-def _escaped(match: re.Match[str]) -> str:
+def _character_of(match: re.Match[str]) -> str:
     for digits, base in ((match[1], 16), (match[2], 16), (match[3], 16), (match[4], 8)):
         if digits:
             return chr(min(int(digits, base), 0x10FFFF))
