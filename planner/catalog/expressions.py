@@ -726,6 +726,21 @@ def _path(text: str) -> Path:
         raise unreadable(error, text) from error
 
 
+def _refuse_adapter(path: Path, text: str) -> None:
+    """Refuse a folder that has an adapter alone, which is trained beside another model."""
+    if not is_file(path):
+        return
+    data = plain(read_text(path))
+    base = data.get("base_model_name_or_path") if isinstance(data, dict) else None
+    rank = data.get("r") if isinstance(data, dict) else None
+    raise DocumentError(
+        "",
+        f"has adapter_config.json, an adapter of {base or 'another model'!s:.80}; name that model, "
+        f"with --lora rank={rank if type(rank) is int else 'NUMBER'}",
+        file=text,
+    )
+
+
 def _model_at(path: Path, text: str, called: str | None = None) -> ModelGraph:
     """Read a model document, a config.json, or the config.json in a folder.
 
@@ -734,6 +749,7 @@ def _model_at(path: Path, text: str, called: str | None = None) -> ModelGraph:
     if is_folder(path):
         path = path / "config.json"
         if not is_file(path):
+            _refuse_adapter(path.with_name("adapter_config.json"), text)
             raise DocumentError(
                 "", "has no config.json; name a model's folder, or its config.json", file=text
             )

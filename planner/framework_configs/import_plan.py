@@ -333,7 +333,7 @@ READERS: dict[str, Callable[..., ParsedConfig]] = {
 """Readers by the framework, or the kind of file, that is imported from."""
 _LOOK_AROUND = (
     *("megatron", "torchtitan", "torchtitan@0.2", "accelerate", "transformers", "trl"),
-    *("llama-factory", "axolotl", "ms-swift", "slurm"),
+    *("llama-factory", "axolotl", "ms-swift", "slurm", "nemo", "verl", "megatron-bridge"),
 )
 """Readers that follow variables and other files."""
 _FRAMEWORKS = {"megatron-bridge": "megatron"}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import PurePosixPath
 
@@ -24,6 +24,7 @@ from meshwright.planner.framework_configs.bash.syntax import (
     CaseCommand,
     CommandList,
     Computed,
+    CountedLoop,
     Expansion,
     For,
     FunctionCommand,
@@ -32,6 +33,7 @@ from meshwright.planner.framework_configs.bash.syntax import (
     Node,
     Not,
     Opaque,
+    Part,
     PipeCommand,
     Simple,
     Subshell,
@@ -52,7 +54,8 @@ BEGIN, END = "\x01", "\x02"
 _UNKNOWN = re.compile(rf"{BEGIN}\*?([^{BEGIN}{END}]*){END}")
 _OPEN = BEGIN + "*"
 """Prefix of an unknown value that may be no word, or several."""
-_BRACES = re.compile(r"\{[^{}\s]*(?:,|\.\.)[^{}\s]*\}")
+_LONGEST_IN_BRACES = 1_000
+"""Characters of a word whose braces are expanded."""
 
 _HARMLESS_WORDS = """
     echo printf cd pushd popd mkdir rmdir module ml conda micromamba mamba pip pip3 sleep
@@ -85,9 +88,9 @@ _ELSEWHERE = frozenset(_ELSEWHERE_WORDS.split())
 class _Stop(Exception):  # noqa: N818 - an end, not an error
     """The end of a script, a function or a loop."""
 
-    def __init__(self, what: str, count: int = 1, failed: bool = False) -> None:
+    def __init__(self, what: str, count: int = 1, succeeds: bool | None = True) -> None:
         super().__init__(what)
-        self.what, self.count, self.failed = what, count, failed
+        self.what, self.count, self.succeeds = what, count, succeeds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,28 +213,41 @@ Value = str | list[str] | dict[str, str]
 class _ShellVariables:
     """Variables, functions and arguments of a shell."""
 
-    variables: dict[str, Value] = field(default_factory=dict)
+    variables: dict[str, Value | None] = field(default_factory=dict)
+    """Values of variables; None of those that are known to be unset."""
     exported: set[str] = field(default_factory=set)
     functions: dict[str, Node] = field(default_factory=dict)
     exported_functions: set[str] = field(default_factory=set)
     arguments: list[str] = field(default_factory=list)
     keyed: set[str] = field(default_factory=set)
+    readonly: set[str] = field(default_factory=set)
+    traps: dict[str, str] = field(default_factory=dict)
+    """Scripts that run at the end of this shell, or where a command fails."""
+    ends_by_failure: bool = False
+    """True under `set -e`."""
+    traps_errors_inside: bool = False
+    """True under `set -E`."""
+    exports_all: bool = False
+    """True under `set -a`."""
     frames: list[dict[str, Value | None]] = field(default_factory=list)
 
     def copy(self) -> _ShellVariables:
         """Return the state of a subshell."""
         copied = {
-            name: value if isinstance(value, str) else value.copy()
+            name: value.copy() if isinstance(value, list | dict) else value
             for name, value in self.variables.items()
         }
-        return _ShellVariables(
-            copied,
-            set(self.exported),
-            dict(self.functions),
-            set(self.exported_functions),
-            list(self.arguments),
-            set(self.keyed),
-            [dict(frame) for frame in self.frames],
+        return replace(
+            self,
+            variables=copied,
+            exported=set(self.exported),
+            functions=dict(self.functions),
+            exported_functions=set(self.exported_functions),
+            arguments=list(self.arguments),
+            keyed=set(self.keyed),
+            readonly=set(self.readonly),
+            traps={},
+            frames=[dict(frame) for frame in self.frames],
         )
 
 
@@ -258,6 +274,8 @@ class _Run:
             for at in range(1, 1 + max(map(int, numbered), default=0))
         ][:100]
         self._captured: list[str] | None = None
+        self._substituted: bool | None = True
+        self._tests_open = 0
         self._prefix: tuple[str, ...] = ()
         self._depth = 0
 
@@ -267,7 +285,24 @@ class _Run:
     def follow(self, body: Node) -> None:
         """Follow a script to its end."""
         with contextlib.suppress(_Stop):
-            self.run(body)
+            self._run_to_end(body)
+
+    def _run_to_end(self, body: Node) -> bool | None:
+        """Follow all commands of a shell, and what it has for its end."""
+        try:
+            try:
+                return self.run(body)
+            except _Stop as stop:
+                if stop.what == "exec":
+                    self.state.traps.clear()
+                if stop.what in ("break", "continue"):
+                    return True
+                raise
+        finally:
+            at_end = self.state.traps.pop("EXIT", "")
+            if at_end:
+                with contextlib.suppress(_Stop):
+                    self._script(at_end, self.state)
 
     def _decide(self, text: str) -> bool:
         """Return the outcome of an unknown condition on this way."""
@@ -301,18 +336,25 @@ class _Run:
                 status: bool | None = True
                 for command in commands:
                     status = self.run(command)
+                    if status is False:
+                        self._fail(command)
                 return status
             case AndOr(first, others):
-                status = self.run(first)
-                for sign, command in others:
+                status = self._run_tested(first)
+                for at, (sign, command) in enumerate(others, start=1):
                     if status is None:
                         status = self._unknown_status(first)
                     if status == (sign == "&&"):
-                        status = self.run(command)
+                        if at < len(others):
+                            status = self._run_tested(command)
+                        else:
+                            status = self.run(command)
+                            if status is False:
+                                self._fail(command)
                         first = command
                 return status
             case Not(command):
-                status = self.run(command)
+                status = self._run_tested(command)
                 return None if status is None else not status
             case PipeCommand(stages):
                 return self._pipeline(stages)
@@ -325,6 +367,8 @@ class _Run:
                 return self._case(node)
             case For():
                 return self._run_loop(node)
+            case CountedLoop():
+                return self._run_counted(node)
             case While():
                 return self._while(node)
             case Subshell(body):
@@ -338,6 +382,25 @@ class _Run:
                 return self._arithmetic(word)
             case Simple():
                 return self._simple(node)
+
+    def _run_tested(self, node: Node) -> bool | None:
+        """Follow a command whose failure decides something, which ends no shell."""
+        self._tests_open += 1
+        try:
+            return self.run(node)
+        finally:
+            self._tests_open -= 1
+
+    def _fail(self, command: Node) -> None:
+        """Take a failure that nothing tests as `set -e` and a trap of errors do."""
+        simple = Simple | TestCommand | Computed | PipeCommand | Subshell
+        if self._tests_open or not isinstance(command, simple):
+            return
+        inside = bool(self.state.frames) and not self.state.traps_errors_inside
+        if (at_error := self.state.traps.get("ERR", "")) and not inside:
+            self._run_tested(syntax.parse(at_error, self.of))
+        if self.state.ends_by_failure:
+            raise _Stop("exit", succeeds=False)
 
     def _unknown_status(self, node: Node) -> bool:
         """Return how `a && b` takes an `a` whose end is unknown: tests either way, others well."""
@@ -358,7 +421,7 @@ class _Run:
         return ""
 
     def _is_true(self, condition: Node) -> bool:
-        status = self.run(condition)
+        status = self._run_tested(condition)
         return self._outcome(condition) if status is None else status
 
     def _outcome(self, condition: Node) -> bool:
@@ -385,9 +448,9 @@ class _Run:
         before, self.state = self.state, self.state.copy()
         self.budget.spend(len(before.variables) * 4)
         try:
-            return self.run(body)
+            return self._run_to_end(body)
         except _Stop as stop:
-            return not stop.failed
+            return stop.succeeds
         finally:
             self.state = before
 
@@ -449,10 +512,30 @@ class _Run:
             raise self.refuse(f"has a loop of more than {MOST_ROUNDS:,} rounds")
         return status
 
+    def _run_counted(self, node: CountedLoop) -> bool | None:
+        self._arithmetic(node.begin)
+        for _ in range(MOST_ROUNDS):
+            if node.condition and not self._condition_value(node.condition):
+                return True
+            try:
+                self.run(node.body)
+            except _Stop as stop:
+                if self._leaves(stop):
+                    return True
+            self._arithmetic(node.step)
+        raise self.refuse(f"has a loop of more than {MOST_ROUNDS:,} rounds")
+
+    def _condition_value(self, condition: Word) -> bool:
+        value = self._arithmetic(condition)
+        if value is None:
+            text = _bash_text(_join_pieces(self._pieces(condition)))
+            raise self.refuse(f"for ((...)) ends by {text:.60}, which is not known")
+        return value
+
     def _while(self, node: While) -> bool | None:
         for _ in range(MOST_ROUNDS):
             before = self.state.copy().variables, list(self.state.arguments), list(self.commands)
-            status = self.run(node.condition)
+            status = self._run_tested(node.condition)
             decided = status is None
             if status is None:
                 status = self._outcome(node.condition)
@@ -500,7 +583,20 @@ class _Run:
         self.budget.spend(len(value) if isinstance(value, str) else sum(map(len, value)) + 1)
         if name == "IFS" and value != " \t\n":
             raise self.refuse("changes IFS, which is not followed")
+        if name in self.state.readonly:
+            raise self.refuse(f"sets {name}, which is read-only; give it one value")
+        if self.state.exports_all:
+            self.state.exported.add(name)
         self.state.variables[name] = value
+
+    def _unset(self, name: str) -> None:
+        if name in self.state.readonly:
+            raise self.refuse(f"unsets {name}, which is read-only; leave it")
+        if any(name in frame for frame in self.state.frames[:-1]):
+            raise self.refuse(f"unsets {name}, which a function around has as its own")
+        self.state.variables[name] = None
+        self.state.keyed.discard(name)
+        self.state.exported.discard(name)
 
     def _assign(self, assignment: VariableAssignment) -> None:
         name = assignment.name
@@ -517,7 +613,8 @@ class _Run:
             if assignment.append and before is None:
                 text = (self.around.values.get(name) or "") + text
             if isinstance(before, list) and not assignment.append:
-                self._store(name, [text, *before[1:]])
+                rest = [f"{_OPEN}{name}[@]{END}"] if _is_open(before[:1]) else []
+                self._store(name, [text, *rest, *before[1:]])
                 return
             self._store(name, text)
         elif isinstance(before, str):
@@ -571,36 +668,52 @@ class _Run:
         if unknown_names(text):
             return None
 
-        def variable(name: str) -> str:
-            value = self._value(name)
-            if value is None or not isinstance(value, str) or unknown_names(value):
-                raise NoNumberError(name)
-            return value
-
         try:
-            return arithmetic.value_of(text, variable)
+            return arithmetic.value_of(text, self)
         except NoNumberError:
             return None
 
-    def _arithmetic(self, word: Word) -> bool | None:
-        text = _join_pieces(self._pieces(word))
-        change = re.fullmatch(
-            r"\s*(?:([A-Za-z_]\w*)\s*(\+\+|--)|(\+\+|--)([A-Za-z_]\w*)|"
-            r"([A-Za-z_]\w*)\s*([-+*/%]?)=(?!=)(.*))\s*",
-            text,
-            re.DOTALL,
-        )
-        if change is None:
-            value = self._number(text)
-            if value is None and re.search(r"\+\+|--|[^=!<>]=[^=]", text):
-                raise self.refuse(f"(({_bash_text(text):.60})) is not followed")
-            return None if value is None else bool(value)
-        name = change[1] or change[4] or change[5]
-        if change[5]:
-            value = self._number(f"{name} {change[6]} ({change[7]})" if change[6] else change[7])
+    def text_of(self, name: str, index: int | None) -> str:
+        """Return the text of a variable or element in an expression."""
+        value = self._value(name)
+        if isinstance(value, list) and -len(value) <= (index or 0) < len(value):
+            value = value[index or 0]
+        elif value is None and name in self.state.variables:
+            value = ""
+        if not isinstance(value, str) or (index and value is self._value(name)):
+            raise NoNumberError(name)
+        if unknown_names(value):
+            raise NoNumberError(name)
+        return value
+
+    def set_number(self, name: str, index: int | None, value: int) -> None:
+        """Change a variable or element that an expression sets."""
+        if index is not None:
+            self._set_element(name, str(index), str(value), append=False)
         else:
-            value = self._number(f"{name} {(change[2] or change[3])[0]} 1")
-        self._store(name, _unknown(name) if value is None else str(value))
+            self._assign(VariableAssignment(name, False, (LiteralText(str(value), quoted=True),)))
+
+    def _expression_value(self, text: str) -> int | None:
+        """Return the value of an expression that may change variables; None if it is unknown."""
+        if not arithmetic.changed_names(text):
+            return self._number(text)
+        kept = self.state
+        self.state = kept.copy()
+        value = self._number(text)
+        if value is not None:
+            for name, now in self.state.variables.items():
+                kept.variables[name] = now
+            self.state = kept
+            return value
+        self.state = kept
+        for name, is_element in arithmetic.changed_names(text):
+            if is_element or isinstance(self._value(name), list | dict):
+                raise self.refuse(f"(({_bash_text(text):.60})) is not followed")
+            self._store(name, _unknown(name))
+        return None
+
+    def _arithmetic(self, word: Word) -> bool | None:
+        value = self._expression_value(_join_pieces(self._pieces(word)))
         return None if value is None else bool(value)
 
     # Words.
@@ -632,8 +745,14 @@ class _Run:
         plain = "".join(
             part.text if isinstance(part, LiteralText) and not part.quoted else "x" for part in word
         )
-        if _BRACES.search(plain):
+        if "{" in plain and "}" in plain and ("," in plain or ".." in plain):
+            if len(plain) > _LONGEST_IN_BRACES:
+                return [[(_unknown("{,}"), False)]]
             return self._braces(word)
+        return self._split_plain(word)
+
+    def _split_plain(self, word: Word) -> list[list[Piece]]:
+        """Return the fields of a word without braces."""
         fields: list[list[Piece]] = []
         open_field = False
         for part in word:
@@ -655,26 +774,13 @@ class _Run:
         return fields
 
     def _braces(self, word: Word) -> list[list[Piece]]:
-        """Return the numbers of `{1..4}` or the words of `{a,b}`, unknown if neither."""
-        if len(word) == 1 and isinstance(word[0], LiteralText):
-            text = word[0].text
-            numbers = re.fullmatch(r"([\w.=/-]*)\{(\d{1,4})\.\.(\d{1,4})\}([\w.=/-]*)", text)
-            if numbers and not (numbers[2] + numbers[3]).startswith("0"):
-                first, last = int(numbers[2]), int(numbers[3])
-                step = 1 if first <= last else -1
-                if abs(last - first) < MOST_ROUNDS and "0" not in (numbers[2][0], numbers[3][0]):
-                    return [
-                        [(f"{numbers[1]}{at}{numbers[4]}", False)]
-                        for at in range(first, last + step, step)
-                    ]
-            listed = re.fullmatch(r"([\w.=/-]*)\{([\w.=/,-]*)\}([\w.=/-]*)", text)
-            if listed and ".." not in listed[2]:
-                return [
-                    [(f"{listed[1]}{item}{listed[3]}", False)]
-                    for item in listed[2].split(",")
-                    if listed[1] + item + listed[3]
-                ]
-        return [[(_unknown("{,}"), False)]]
+        """Return the fields of a word that has `{1..4}` or `{a,b}`."""
+        self.budget.spend(sum(len(part.text) for part in word if isinstance(part, LiteralText)) * 8)
+        words = expand_braces(word)
+        if len(words) > MOST_ROUNDS:
+            raise self.refuse(f"has a word of more than {MOST_ROUNDS:,} words in braces")
+        self.budget.spend(sum(map(len, words)))
+        return [field for each in words for field in self._split_plain(each)]
 
     def _expansion(self, part: object) -> list[list[Piece]]:
         """Return the expansion of a part of a word: a field each, which may be split still."""
@@ -685,9 +791,7 @@ class _Run:
                 return [[(_unknown(text), True)]]
             case Arithmetic(word, quoted):
                 text = _join_pieces(self._pieces(word))
-                value = self._number(text)
-                if value is None and re.search(r"\+\+|--|[^=!<>]=[^=]|,", text):
-                    raise self.refuse(f"$(({_bash_text(text):.60})) is not followed")
+                value = self._expression_value(text)
                 names = unknown_names(text) or self._unset_in(text)
                 name = names[0] if names else f"$(({text}))"
                 return [[(_unknown(name) if value is None else str(value), quoted)]]
@@ -743,16 +847,24 @@ class _Run:
             is_known = text is not None and not unknown_names(text)
             return [[(str(len(text or "")) if is_known else _unknown(part.name), quoted)]]
         if not operator:
+            if text is None and self._is_unset(part.name):
+                text = ""
             shown = _unknown(part.name) if text is None else text
             self.budget.spend(len(shown))
             return [[(shown, quoted)]]
         if operator in (":-", "-", ":=", "=", ":+", "+", ":?", "?"):
             return self._default(part, text)
+        if text is None and self._is_unset(part.name):
+            text = ""
         if text is None or unknown_names(text):
             return [[(_unknown(part.name if text is None else unknown_names(text)[0]), quoted)]]
         self.budget.spend(len(text))
         changed = self._operator_value(part, text)
         return [[(_unknown(part.name) if changed is None else changed, quoted)]]
+
+    def _is_unset(self, name: str) -> bool:
+        """Return whether a variable is known to have no value."""
+        return name in self.state.variables and self.state.variables[name] is None
 
     def _default(self, part: Expansion, text: str | None) -> list[list[Piece]]:
         operator, quoted = part.operator, part.quoted
@@ -766,7 +878,7 @@ class _Run:
             self.budget.spend(len(text))
             return [[(text, quoted)]]
         if operator[-1] == "?":
-            raise _Stop("exit", failed=True)
+            raise _Stop("exit", succeeds=False)
         if operator[-1] == "=":
             self._store(part.name, _join_pieces(self._pieces(part.word)))
         return self._of_word(part)
@@ -801,11 +913,8 @@ class _Run:
                 case "%" | "%%":
                     return patterns.trimmed_end(pieces, text, front=False, longest=operator == "%%")
                 case "/" | "//":
-                    old, _, new = plain.partition("/")
-                    if not old or set(old) & set("*?[]#%&\\") or "&" in new or "\\" in new:
-                        return None
-                    self.budget.spend(len(text) * (1 + len(new)))
-                    return text.replace(old, new, 1 if operator == "/" else -1)
+                    self.budget.spend(len(text) * (1 + len(plain)))
+                    return _replace(pieces, text, everywhere=operator == "//")
                 case "^^" | ",," if not plain:
                     return text.upper() if operator == "^^" else text.lower()
                 case "^" | "," if not plain:
@@ -836,27 +945,31 @@ class _Run:
             return [[(f"{_OPEN}{part.name}[@]{END}", quoted)]]
         items = list(value.values()) if isinstance(value, dict) else value
         items = [items] if isinstance(items, str) else items
+        listed_name = _unknown("$@" if part.name in ("@", "*") else f"{part.name}[@]")
         self.budget.spend(sum(map(len, items)) + 1)
         if part.counted:
             return [[(_unknown(part.name) if _is_open(items) else str(len(items)), quoted)]]
         if part.operator and _is_open(items):
-            return [[(_unknown(f"{part.name}[@]"), quoted)]]
+            return [[(listed_name, quoted)]]
         if part.operator == ":":
             begin, sign, length = _join_pieces(self._pieces(part.word)).partition(":")
             at, count = self._number(begin), self._number(length) if sign else len(items)
-            if at is None or count is None or at < 0 or count < 0:
-                return [[(_unknown(f"{part.name}[@]"), quoted)]]
-            first = at - 1 if part.name in ("@", "*") else at
-            if first < 0:
-                return [[(_unknown("0"), quoted)]]
+            first = -1 if at is None else at + len(items) if at < 0 else at
+            if part.name in ("@", "*") and at is not None and at >= 0:
+                first -= 1
+            if first < 0 or count is None or count < 0 or isinstance(value, dict):
+                return [[(listed_name, quoted)]]
             items = items[first : first + count]
         elif part.operator in (":-", "-"):
-            if not items:
+            if not items or (len(items) == 1 and not items[0] and part.operator == ":-"):
                 return self._of_word(part)
         elif part.operator in (":+", "+"):
             return self._of_word(part) if items else []
         elif part.operator:
-            return [[(_unknown(f"{part.name}[@]"), quoted)]]
+            changed = [self._operator_value(part, item) for item in items]
+            if any(item is None or unknown_names(item) for item in changed):
+                return [[(listed_name, quoted)]]
+            items = [item or "" for item in changed]
         if star and quoted:
             return [[(" ".join(items), True)]]
         return [[(item, quoted)] for item in items]
@@ -865,11 +978,14 @@ class _Run:
         """Return the output of commands; None if that is unknown."""
         before, self._captured = self._captured, []
         state, self.state = self.state, self.state.copy()
+        self.state.ends_by_failure = False
+        status: bool | None = None
         try:
-            self.run(body)
-        except _Stop:
-            pass
+            status = self._run_to_end(body)
+        except _Stop as stop:
+            status = stop.succeeds
         finally:
+            self._substituted = status
             self.state = state
             captured, self._captured = self._captured, before
         text = "".join(captured)
@@ -911,12 +1027,12 @@ class _Run:
                 self.around.write(name, text if known else None)
 
     def _started_simple(self, command: Simple) -> bool | None:
+        self._substituted = True
         words = self._fields(command.words)
         if not words:
-            status: bool | None = True
             for assignment in command.assignments:
                 self._assign(assignment)
-            return status
+            return self._substituted
         name = words[0]
         if name in syntax.DECLARATIONS:
             if name == "export" and self._exports_functions(command):
@@ -945,34 +1061,42 @@ class _Run:
         options = ""
         for word in command.words[1:]:
             if isinstance(word, VariableAssignment):
-                self._localize(name, word.name)
-                if "A" in options:
-                    self.state.keyed.add(word.name)
-                self._assign(word)
+                self._localize_assigned(name, word, options)
                 variables = [word.name]
             else:
                 variables = []
                 for text in self._fields((word,)):
                     if text.startswith(("-", "+")):
                         options += text[1:]
-                        continue
-                    variable, sign, value = text.partition("=")
-                    if not re.fullmatch(r"[A-Za-z_]\w*", variable):
-                        raise self.refuse(f"{name} {_bash_text(text):.40} is not followed")
-                    self._localize(name, variable)
-                    if sign:
-                        self._store(variable, value)
-                    elif "A" in options:
-                        self.state.keyed.add(variable)
-                        self._store(variable, {})
-                    elif "a" in options and variable not in self.state.variables:
-                        self._store(variable, [])
-                    variables.append(variable)
-            if name == "export" or "x" in options:
-                self.state.exported.update(variables)
-            if set(options) & set("nilu"):
-                raise self.refuse(f"{name} -{options} is not followed")
+                    else:
+                        variables.append(self._declare_word(name, text, options))
+            self._note_options(name, variables, options)
         return True
+
+    def _declare_word(self, name: str, text: str, options: str) -> str:
+        """Declare what a word names, with or without a value; return its name."""
+        variable, sign, value = text.partition("=")
+        if not re.fullmatch(r"[A-Za-z_]\w*", variable):
+            raise self.refuse(f"{name} {_bash_text(text):.40} is not followed")
+        self._localize(name, variable, options)
+        if sign:
+            self._store(variable, value)
+        elif "A" in options:
+            self.state.keyed.add(variable)
+            self._store(variable, {})
+        elif "a" in options and self.state.variables.get(variable) is None:
+            self._store(variable, [])
+        return variable
+
+    def _note_options(self, name: str, variables: list[str], options: str) -> None:
+        if name == "export" and "n" in options:
+            self.state.exported.difference_update(variables)
+        elif name == "export" or "x" in options:
+            self.state.exported.update(variables)
+        if name == "readonly" or "r" in options:
+            self.state.readonly.update(variables)
+        if set(options) & (set("ilu") if name == "export" else set("nilu")):
+            raise self.refuse(f"{name} -{options} is not followed")
 
     def _exports_functions(self, command: Simple) -> bool:
         """Note the functions of `export -f`; False for another export."""
@@ -983,10 +1107,31 @@ class _Run:
         self.state.exported_functions.update(texts[1:])
         return True
 
-    def _localize(self, name: str, variable: str) -> None:
-        if name in ("local", "declare", "typeset") and self.state.frames:
+    def _localize_assigned(self, name: str, word: VariableAssignment, options: str) -> None:
+        """Make a variable local, whose value may depend on the one outside."""
+        if word.array is None and word.index is None and not word.append:
+            text = _join_pieces(self._pieces(word.value, tilde=True))
+            word = VariableAssignment(word.name, False, (LiteralText(text, quoted=True),))
+        elif self.state.frames and any(
+            isinstance(part, Expansion) and part.name == word.name
+            for _, element in word.array or ()
+            for part in element
+        ):
+            raise self.refuse(f"{name} {word.name}: reads itself, which is not followed")
+        self._localize(name, word.name, options)
+        if "A" in options:
+            self.state.keyed.add(word.name)
+        self._assign(word)
+
+    def _localize(self, name: str, variable: str, options: str) -> None:
+        if "g" in options:
+            if any(variable in frame for frame in self.state.frames):
+                raise self.refuse(f"{name} -g {variable} is not followed where it is local too")
+        elif name in ("local", "declare", "typeset") and self.state.frames:
             frame = self.state.frames[-1]
-            frame.setdefault(variable, self.state.variables.get(variable))
+            if variable not in frame:
+                frame[variable] = self.state.variables.get(variable)
+                self.state.variables[variable] = None
 
     def _command(self, words: list[str], command: Simple | None) -> bool | None:  # noqa: PLR0911 - a case for each form
         self.budget.spend(sum(map(len, words)))
@@ -997,6 +1142,9 @@ class _Run:
         if builtin is not None:
             return builtin(self, words, command)
         base = PurePosixPath(name).name
+        if name == "command" and words[1:2] in (["-v"], ["-V"]):
+            self._prints(None)
+            return None
         if base in _BEFORE and len(words) > 1:
             rest = _after_options(words[1:])
             return self._command(rest, command) if rest else None
@@ -1035,10 +1183,11 @@ class _Run:
         except _Stop as stop:
             if stop.what != "return":
                 raise
-            return not stop.failed
+            return stop.succeeds
         finally:
             state.arguments = before
             for variable, value in state.frames.pop().items():
+                state.readonly.discard(variable)
                 if value is None:
                     state.variables.pop(variable, None)
                 else:
@@ -1066,7 +1215,7 @@ class _Run:
         except _Stop as stop:
             if state is before and not (sourced and stop.what == "return"):
                 raise
-            return not stop.failed
+            return stop.succeeds
         finally:
             self.state = before
 
@@ -1085,13 +1234,16 @@ class _Run:
                 )
                 at += 2 if takes else 1
             rest = words[at + (at < len(words) and words[at] == "--") :]
+            texts = [] if command is None else command.stdin
+            if "s" in "".join(w[1:] for w in words[1:at] if not w.startswith("--")) and texts:
+                script = _join_pieces(self._pieces(texts[-1]))
+                return self._script(script, self._child(), rest)
             if commanded:
                 if not rest:
                     raise self.refuse(f"{words[0]} -c has no command")
                 return self._script(rest[0], self._child(), rest[2:])
             if rest:
                 return self._file(rest, sourced=False)
-            texts = [] if command is None else command.stdin
             if texts:
                 return self._script(_join_pieces(self._pieces(texts[-1])), self._child(), [])
             return None
@@ -1140,7 +1292,11 @@ class _Run:
             name = PurePosixPath(word).name
             if name in _SHELLS and words[at - 1] != "--entrypoint":
                 prefix = (*map(_bash_text, words[:at]), ";")
-                return self._shell(words[at:], command, prefix)
+                state, self.state = self.state, self._child_of_launcher(base, words[1:at])
+                try:
+                    return self._shell(words[at:], command, prefix)
+                finally:
+                    self.state = state
             if name in self.state.functions and base in ("time", "env"):
                 return self._call(name, words[at + 1 :])
             if name.endswith((".py", ".pyz")) or word == "-m":
@@ -1156,6 +1312,30 @@ class _Run:
         self._start(words)
         return None
 
+    def _child_of_launcher(self, base: str, words: list[str]) -> _ShellVariables:
+        """Return the state of a shell with what its launcher sets and leaves out."""
+        state = self.state.copy()
+        if base in _CONTAINERS or (
+            base == "env" and {"-", "-i", "--ignore-environment"} & {*words}
+        ):
+            state.exported.clear()
+        for at, word in enumerate(words):
+            before = words[at - 1] if at else ""
+            if base == "env" and (before in ("-u", "--unset") or word.startswith("--unset=")):
+                state.exported.discard(word.removeprefix("--unset="))
+                state.variables[word.removeprefix("--unset=")] = None
+            texts = [word]
+            if word.startswith("--export=") and base == "srun":
+                texts = word.removeprefix("--export=").split(",")
+            elif base != "env" and before not in ("-e", "--env", "-x", "--setenv"):
+                texts = [word.removeprefix("--env=")] if word.startswith("--env=") else []
+            for text in texts:
+                name, sign, value = text.partition("=")
+                if sign and re.fullmatch(r"[A-Za-z_]\w*", name):
+                    state.variables[name] = value
+                    state.exported.add(name)
+        return state
+
     def _remote(self, base: str, words: list[str], command: Simple | None) -> bool | None:
         at = 1
         while at < len(words) and words[at].startswith("-"):
@@ -1169,6 +1349,7 @@ class _Run:
         return None
 
 
+_CONTAINERS = ("docker", "podman", "kubectl")
 _ALL_UNKNOWN = f"{BEGIN}{END}"
 _WITH_VALUES = ("-p", "-i", "-l", "-o", "-F", "-J", "-L", "-R", "-D", "-W", "-w", "-x", "-u", "-f")
 
@@ -1182,6 +1363,109 @@ def _unquoted_piece(piece: str) -> str:
     if BEGIN not in piece:
         return piece
     return _UNKNOWN.sub(lambda match: f"{_OPEN}{match[1]}{END}", piece)
+
+
+def expand_braces(word: Word) -> list[Word]:
+    """Return the words of a word with `{a,b}` and `{1..3}`; itself where it has none.
+
+    >>> [part.text for (part,) in expand_braces((LiteralText("x{a,b{1..3..2}}", quoted=False),))]
+    ['xa', 'xb1', 'xb3']
+    """
+    atoms: list[object] = []
+    for part in word:
+        plain = isinstance(part, LiteralText) and not part.quoted
+        atoms += list(part.text) if plain and isinstance(part, LiteralText) else [part]
+    words = []
+    for expanded in _expand_atoms(atoms):
+        parts: list[Part] = []
+        for atom in expanded:
+            if isinstance(atom, str):
+                last = parts.pop() if parts and _is_plain(parts[-1]) else None
+                before = last.text if isinstance(last, LiteralText) else ""
+                parts.append(LiteralText(before + atom, quoted=False))
+            else:
+                parts.append(atom)  # type: ignore[arg-type]  # a part of the word
+        words.append(tuple(parts))
+    return words
+
+
+def _is_plain(part: Part) -> bool:
+    return isinstance(part, LiteralText) and not part.quoted
+
+
+def _expand_atoms(atoms: list[object]) -> list[list[object]]:
+    """Return the same of characters without quotes, and parts that stay as they are."""
+    for begin, atom in enumerate(atoms):
+        if atom != "{":
+            continue
+        depth, commas = 0, [begin]
+        for at in range(begin, len(atoms)):
+            depth += (atoms[at] == "{") - (atoms[at] == "}")
+            if atoms[at] == "," and depth == 1:
+                commas.append(at)
+            if depth == 0:
+                commas.append(at)
+                break
+        if depth:
+            continue
+        inside = atoms[begin + 1 : commas[-1]]
+        if len(commas) > 2:
+            listed = [
+                each
+                for first, last in pairwise(commas)
+                for each in _expand_atoms(atoms[first + 1 : last])
+            ]
+        else:
+            listed = _sequence(inside)
+        if listed:
+            rests = _expand_atoms(atoms[commas[-1] + 1 :])
+            if len(listed) * len(rests) > MOST_ROUNDS:
+                return [[]] * (MOST_ROUNDS + 1)
+            return [[*atoms[:begin], *each, *rest] for each in listed for rest in rests]
+    return [atoms]
+
+
+def _sequence(atoms: list[object]) -> list[list[object]]:
+    """Return the words of `1..3`, `01..10..2` and `a..e`; none of anything else."""
+    text = "".join(atom if isinstance(atom, str) else "$" for atom in atoms)
+    match = re.fullmatch(
+        r"(?:(-?\d{1,6})\.\.(-?\d{1,6})|([a-z])\.\.([a-z])|([A-Z])\.\.([A-Z]))(?:\.\.(-?\d{1,6}))?",
+        text,
+        re.A,
+    )
+    if match is None:
+        return []
+    is_number = match[1] is not None
+    first, last = next(pair for pair in (match.group(1, 2), match.group(3, 4), match.group(5, 6))
+                       if pair[0] is not None)  # fmt: skip
+    begin, end = (int(each) if is_number else ord(each) for each in (first, last))
+    step = max(abs(int(match[7] or 1)), 1) * (1 if begin <= end else -1)
+    numbers = range(begin, end + (1 if step > 0 else -1), step)[: MOST_ROUNDS + 1]
+    padded = is_number and any(re.match(r"-?0\d", each) for each in (first, last))
+    width = max(len(first), len(last)) if padded else 0
+    return [list(f"{at:0{width}d}" if is_number else chr(at)) for at in numbers]
+
+
+def _replace(pieces: list[Piece], text: str, *, everywhere: bool) -> str | None:
+    """Return `${name/old/new}` of a text; None where that is not followed."""
+    old: list[Piece] = []
+    new, divided = "", False
+    for piece, quoted in pieces:
+        begin, sign, rest = ("", "", piece) if divided else piece.partition("/")
+        if quoted and not divided:
+            begin, sign, rest = piece, "", ""
+        if begin:
+            old.append((begin, quoted))
+        new, divided = new + rest, divided or bool(sign)
+    if "&" in new or "\\" in new or not old:
+        return None
+    anchor = old[0][0][0] if not old[0][1] else ""
+    if anchor in ("#", "%") and not everywhere:
+        old[0] = (old[0][0][1:], False)
+        return patterns.text_with_new_end(old, text, new, front=anchor == "#")
+    if anchor in ("#", "%"):
+        return None
+    return patterns.text_with_replacement(old, text, new, everywhere=everywhere)
 
 
 def _is_open(words: list[str]) -> bool:
@@ -1294,7 +1578,8 @@ class _Tests:
         if sign in ("-z", "-n"):
             only = _UNKNOWN.fullmatch(text)
             if only and self._run._value(only[1]) is None and re.fullmatch(r"\w+", only[1]):
-                return sign == "-z"  # a variable that nothing sets
+                # A variable that nothing sets; without quotes there is no word of it.
+                return sign == "-z" or text.startswith(_OPEN)
             value = self._fill_unknown(text)
             return value if value is None or sign == "-n" else not value
         if sign == "-v" and re.fullmatch(r"[A-Za-z_]\w*", text):
@@ -1356,15 +1641,65 @@ def _echo(run: _Run, words: list[str], _: Simple | None) -> bool:
 
 
 def _printf(run: _Run, words: list[str], _: Simple | None) -> bool:
-    if len(words) > 2 and words[1] == "-v":
-        run._store(words[2], _unknown(words[2]))
-    elif len(words) == 3 and words[1] in ("%s", "%s\\n"):
-        run._prints(words[2] + ("\n" if words[1].endswith("n") else ""))
-    elif len(words) == 2 and not set(words[1]) & set("%\\"):
-        run._prints(words[1])
+    stored = words[2] if len(words) > 3 and words[1] == "-v" else None
+    form, *values = words[3:] if stored else words[1:] or [""]
+    text = _printf_text(form, values)
+    if stored is None:
+        run._prints(text)
+    elif re.fullmatch(r"[A-Za-z_]\w*", stored):
+        run._assign(_plain_assignment(stored, _unknown(stored) if text is None else text))
     else:
-        run._prints(None)
+        raise run.refuse(f"printf -v {_bash_text(stored):.40} is not followed")
     return True
+
+
+def _plain_assignment(name: str, text: str) -> VariableAssignment:
+    return VariableAssignment(name, False, (LiteralText(text, quoted=True),))
+
+
+_FORMAT = re.compile(r"%([-0]?)(\d{0,3})([sdixu%])|\\([nt\\])|([^%\\]+)", re.A)
+
+
+def _printf_text(form: str, values: list[str]) -> str | None:
+    """Return what `printf` makes of a format and values; None where that is not followed.
+
+    >>> _printf_text("%s-%03d\\\\n", ["a", "7", "b", "8"])
+    'a-007\\nb-008\\n'
+    """
+    if unknown_names(form) or "".join(match[0] for match in _FORMAT.finditer(form)) != form:
+        return None
+    text, left = "", list(values)
+    while True:
+        before = len(left)
+        for match in _FORMAT.finditer(form):
+            if match[4] or match[5]:
+                text += match[5] or {"n": "\n", "t": "\t", "\\": "\\"}[match[4]]
+            elif match[3] == "%":
+                text += "%"
+            else:
+                part = _printf_value_text(match, left.pop(0) if left else None)
+                if part is None:
+                    return None
+                text += part
+        if not left or len(left) == before:
+            return text
+
+
+def _printf_value_text(match: re.Match[str], value: str | None) -> str | None:
+    value = value or ""
+    if match[3] != "s":
+        if not re.fullmatch(r"-?(0|[1-9]\d{0,17})|", value):
+            return None
+        number = int(value or 0)
+        if number < 0 and match[3] != "d":
+            return None
+        value = f"{number:x}" if match[3] == "x" else str(number)
+    width = int(match[2] or 0)
+    if width and unknown_names(value):
+        return None
+    if match[1] == "0" and match[3] != "s":
+        return value.zfill(width)
+    return value.ljust(width) if match[1] == "-" else value.rjust(width)
 
 
 def _cat(run: _Run, words: list[str], command: Simple | None) -> bool | None:
@@ -1386,7 +1721,8 @@ def _source(run: _Run, words: list[str], _: Simple | None) -> bool | None:
 
 
 def _exit(run: _Run, words: list[str], _: Simple | None) -> bool:
-    raise _Stop(words[0], failed=len(words) > 1 and words[1] != "0")
+    code = run._number(words[1]) if len(words) > 1 else None
+    raise _Stop(words[0], succeeds=None if code is None else code % 256 == 0)
 
 
 def _break(run: _Run, words: list[str], _: Simple | None) -> bool:
@@ -1395,10 +1731,38 @@ def _break(run: _Run, words: list[str], _: Simple | None) -> bool:
 
 
 def _set_options(run: _Run, words: list[str], _: Simple | None) -> bool:
-    if "--" in words:
-        run.state.arguments = words[words.index("--") + 1 :]
-    elif len(words) > 1 and not words[1].startswith(("-", "+")):
-        run.state.arguments = words[1:]
+    at = 1
+    while at < len(words) and words[at][:1] in ("-", "+") and words[at] not in ("--", "-"):
+        sign, letters = words[at][0], words[at][1:]
+        takes = letters.endswith("o") and at + 1 < len(words)
+        option = words[at + 1] if takes else ""
+        if "e" in letters or option == "errexit":
+            run.state.ends_by_failure = sign == "-"
+        if sign == "-" and ("f" in letters or option in ("noglob", "keyword")):
+            raise run.refuse(f"set {words[at]} is not followed")
+        if "E" in letters or option == "errtrace":
+            run.state.traps_errors_inside = sign == "-"
+        if "a" in letters or option == "allexport":
+            run.state.exports_all = sign == "-"
+        at += 2 if takes else 1
+    if at < len(words):
+        run.state.arguments = words[at + (words[at] in ("--", "-")) :]
+    return True
+
+
+def _trap(run: _Run, words: list[str], _: Simple | None) -> bool:
+    given = [word for word in words[1:] if word != "--"]
+    if not given or given[0] in ("-l", "-p"):
+        return True
+    action, signals = ("-", given) if len(given) == 1 else (given[0], given[1:])
+    for signal in signals:
+        name = "EXIT" if signal == "0" else signal.upper().removeprefix("SIG")
+        if action in ("-", ""):
+            run.state.traps.pop(name, None)
+        elif name in ("DEBUG", "RETURN"):
+            raise run.refuse(f"trap of {name} is not followed")
+        elif name in ("EXIT", "ERR"):
+            run.state.traps[name] = action
     return True
 
 
@@ -1415,19 +1779,38 @@ def _shift(run: _Run, words: list[str], _: Simple | None) -> bool:
 
 
 def _unset(run: _Run, words: list[str], _: Simple | None) -> bool:
+    of_functions = "-f" in words
     for name in words[1:]:
-        if not name.startswith("-"):
-            run.state.variables.pop(name, None)
-            if "-f" in words:
-                run.state.functions.pop(name, None)
+        if name.startswith("-"):
+            continue
+        element = re.fullmatch(r"([A-Za-z_]\w*)\[(.*)\]", name)
+        if element:
+            _unset_element(run, element[1], element[2])
+        elif of_functions or (name not in run.state.variables and name in run.state.functions):
+            run.state.functions.pop(name, None)
+        elif unknown_names(name):
+            raise run.refuse(f"unset {_bash_text(name):.40} is not followed")
+        else:
+            run._unset(name)
     return True
 
 
+def _unset_element(run: _Run, name: str, key: str) -> None:
+    values = run._value(name)
+    if isinstance(values, dict) and not unknown_names(key):
+        values.pop(key, None)
+    elif isinstance(values, list) and values and run._number(key) in (-1, len(values) - 1):
+        values.pop()
+    elif values is not None:
+        raise run.refuse(f"unset {name}[{_bash_text(key):.40}] is not followed")
+
+
 def _read(run: _Run, words: list[str], _: Simple | None) -> None:
-    array = "a" in "".join(word for word in words[1:] if word.startswith("-"))
-    for name in words[1:]:
-        if re.fullmatch(r"[A-Za-z_]\w*", name):
-            run._store(name, [_unknown(name)] if array else _unknown(name))
+    options = "".join(word for word in words[1:] if word.startswith("-"))
+    array = "a" in options or words[0] != "read"
+    names = [name for name in words[1:] if re.fullmatch(r"[A-Za-z_]\w*", name)]
+    for name in names or ["REPLY" if words[0] == "read" else "MAPFILE"]:
+        run._store(name, [f"{_OPEN}{name}{END}"] if array else _unknown(name))
 
 
 def _bracket(run: _Run, words: list[str], _: Simple | None) -> bool | None:
@@ -1468,6 +1851,7 @@ _BUILTINS: dict[str, _Builtin] = {
     "break": _break,
     "continue": _break,
     "set": _set_options,
+    "trap": _trap,
     "shift": _shift,
     "unset": _unset,
     "read": _read,

@@ -160,6 +160,16 @@ class For:
 
 
 @dataclass(frozen=True, slots=True)
+class CountedLoop:
+    """`for ((begin; condition; step))`."""
+
+    begin: Word
+    condition: Word
+    step: Word
+    body: Node
+
+
+@dataclass(frozen=True, slots=True)
 class While:
     """`while`, and `until`."""
 
@@ -194,6 +204,7 @@ Node = (
     | If
     | CaseCommand
     | For
+    | CountedLoop
     | While
     | Subshell
     | FunctionCommand
@@ -371,8 +382,8 @@ class _Parser:
     def _for(self) -> Node:
         self._word_is("for")
         self._blanks()
-        if self._next("(("):
-            self.refuse("'for ((' is not followed")
+        if self._accept("(("):
+            return self._counted_loop()
         name = self._name()
         words: list[Word] | None = None
         self._gap()
@@ -384,6 +395,19 @@ class _Parser:
         self._blanks()
         self._accept(";")
         return For(name, None if words is None else tuple(words), self._do())
+
+    def _counted_loop(self) -> Node:
+        begin = self.at
+        self._until_brackets()
+        parts = self.text[begin : self.at - 2].split(";")
+        if len(parts) != 3:
+            self.refuse("'for ((' has no three parts")
+        first, condition, step = (self._inner_parser(part)._quoted_text("") for part in parts)
+        self._blanks()
+        self._accept(";")
+        self._gap()
+        body = self._group() if self._keyword() == "{" else self._do()
+        return CountedLoop(first, condition, step, body)
 
     def _case(self) -> Node:
         self._word_is("case")
@@ -406,7 +430,8 @@ class _Parser:
             branches.append((tuple(patterns), body))
             if self._next(";;&") or self._next(";&"):
                 self.refuse("';&' is not followed")
-            self._accept(";;")
+            if not self._accept(";;") and self._keyword() != "esac":
+                self.refuse("';;' is missing")
 
     def _group(self) -> Node:
         self._word_is("{")
@@ -505,7 +530,8 @@ class _Parser:
             return None
         self.at += 2 if append else 1
         if not self._accept("("):
-            return VariableAssignment(match[1], append, self._word(), index=index)
+            value = () if self._blank_is_next() else self._word(begins=False)
+            return VariableAssignment(match[1], append, value, index=index)
         elements: list[tuple[Word | None, Word]] = []
         while True:
             self._gap()
@@ -599,11 +625,14 @@ class _Parser:
 
     # Words.
 
-    def _word(self, *, pattern: bool = False) -> Word:
-        """Return the word that begins here; none where a sign or a gap does."""
+    def _blank_is_next(self) -> bool:
+        return self.text[self.at : self.at + 1] in (" ", "\t")
+
+    def _word(self, *, pattern: bool = False, begins: bool = True) -> Word:
+        """Return the word that begins here, or goes on; none where a sign or a gap does."""
         self._blanks()
         parts: list[Part] = []
-        if self.at < len(self.text) and self.text[self.at] == "#":
+        if begins and self.text[self.at : self.at + 1] == "#":
             return ()
         while self.at < len(self.text):
             char = self.text[self.at]
@@ -858,8 +887,20 @@ def _is_list(part: Part) -> bool:
     return part.name == "@" or part.index == (LiteralText("@", quoted=True),)
 
 
-_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "e": "\x1b"}
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "e": "\x1b", "E": "\x1b", "b": "\b",
+            "f": "\f", "v": "\v", "\\": "\\", "'": "'", '"': '"', "?": "?"}  # fmt: skip
+_ESCAPED = re.compile(
+    r"\\(?:x([0-9A-Fa-f]{1,2})|u([0-9A-Fa-f]{1,4})|U([0-9A-Fa-f]{1,8})|([0-7]{1,3})|(.))", re.DOTALL
+)
 
 
 def _unescape(text: str) -> str:
-    return re.sub(r"\\(.)", lambda match: _ESCAPES.get(match[1], match[1]), text, flags=re.DOTALL)
+    """Return the text of `$'...'`."""
+    return _ESCAPED.sub(_character_of, text)
+
+
+def _character_of(match: re.Match[str]) -> str:
+    for digits, base in ((match[1], 16), (match[2], 16), (match[3], 16), (match[4], 8)):
+        if digits:
+            return chr(min(int(digits, base), 0x10FFFF))
+    return _ESCAPES.get(match[5], match[0])

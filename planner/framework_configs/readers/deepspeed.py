@@ -11,7 +11,10 @@ from meshwright.planner.framework_configs.readers.parsed_config import ParsedCon
 
 def read(text: str) -> ParsedConfig:
     """Return the settings of the configuration, which is all that is said of the run."""
-    config = of_settings(limits.json_settings(text, "deepspeed"))
+    data = limits.json_settings(text, "deepspeed")
+    config = of_settings(data)
+    if config.micro_batch is None:  # which the trainer's own arguments give
+        config.unknown += [f"{key}=auto" for key in _SIZES if data.get(key) == "auto"]
     if config.recompute == "none":
         config.assumed.append(
             "no block is recomputed, which the script says: model.gradient_checkpointing_enable()"
@@ -102,9 +105,12 @@ _USUAL = {
 _PLACES = {"cpu": "host", "nvme": "host", "none": "none"}
 
 
+_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
+
+
 def _batches(data: dict[str, Any]) -> list[Any]:
     """Return the batch sizes; `auto` is left to the trainer."""
-    return [data.get(key) for key in ("train_batch_size", "train_micro_batch_size_per_gpu")]
+    return [data.get(key) for key in _SIZES]
 
 
 def _optimizer(optimizer: Settings, config: ParsedConfig) -> None:

@@ -14,6 +14,7 @@ from meshwright.planner.framework_configs.bash.interpreter import ScriptEnvironm
 from meshwright.planner.framework_configs.megatron import RECIPES
 from meshwright.planner.framework_configs.readers import input_limits as limits
 from meshwright.planner.framework_configs.readers import megatron, shell
+from meshwright.planner.framework_configs.readers.interpolation import resolve
 from meshwright.planner.framework_configs.readers.parsed_config import (
     ParsedConfig,
     Settings,
@@ -33,7 +34,30 @@ def read(text: str, surroundings: ScriptEnvironment | None = None) -> ParsedConf
     """Return the settings of arguments: of a script, one a line, or under MODEL_ARGS of a YAML."""
     if _ARGUMENTS_KEY.search(text):
         return _of_model_args(text)
+    if shell.is_yaml(text):
+        return _of_yaml(text)
     return shell.parsed(text, "megatron", lambda words: _of_words(words, text), surroundings)
+
+
+def _of_yaml(text: str) -> ParsedConfig:
+    """Return the settings of arguments in a YAML: of a checkpoint, or in sections (--yaml-cfg)."""
+    data = limits.settings(text, "megatron")
+    flags: dict[str, Any] = {}
+    others: list[str] = []
+    for section, values in data.items():
+        for name, value in values.items() if isinstance(values, dict) else [(section, values)]:
+            if isinstance(value, dict | list):
+                others.append(f"{section}.{name}" if isinstance(values, dict) else str(name))
+            elif value is not None:
+                flags[str(name).replace("_", "-")] = value
+    if not flags.keys() & _PARALLEL:
+        raise DocumentError("megatron", shell.NO_SCRIPT)
+    config = of_flags(flags)
+    config.unknown += others
+    return config
+
+
+_PARALLEL = {"tensor-model-parallel-size", "pipeline-model-parallel-size", "micro-batch-size"}
 
 
 def _of_model_args(text: str) -> ParsedConfig:
@@ -479,9 +503,9 @@ _RECIPES = (("mxfp8", "mxfp8"), ("current", "tensorwise"), ("subchannel", "block
 """Scales by parts of the names of mixed precisions; other names mean delayed scales."""
 
 
-def read_bridge(text: str) -> ParsedConfig:
+def read_bridge(text: str, surroundings: ScriptEnvironment | None = None) -> ParsedConfig:
     """Return the settings of the overrides."""
-    data = limits.settings(text, "megatron-bridge")
+    data = resolve(limits.settings(text, "megatron-bridge"), surroundings)
     flags: dict[str, Any] = {}
     places: dict[str, str] = {}
     for section in _SECTIONS:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from meshwright.planner.framework_configs.bash.interpreter import ScriptEnvironment
 from meshwright.planner.framework_configs.readers import input_limits as limits
 from meshwright.planner.framework_configs.readers import megatron
+from meshwright.planner.framework_configs.readers.interpolation import resolve
 from meshwright.planner.framework_configs.readers.parsed_config import ParsedConfig, Settings
 
 _OTHER_NAMES = {
@@ -24,9 +26,9 @@ _SWITCHES = {"fp8_e4m3": "e4m3", "fp8_hybrid": "hybrid"}
 _OPTIMIZERS = {"distributed_fused_adam": 1, "mcore_distributed_optim": 1, "fused_adam": 0}
 
 
-def read(text: str) -> ParsedConfig:
+def read(text: str, surroundings: ScriptEnvironment | None = None) -> ParsedConfig:
     """Return the settings of the configuration."""
-    settings = Settings(limits.settings(text, "nemo"))
+    settings = Settings(resolve(limits.settings(text, "nemo"), surroundings))
     trainer, model = settings.part("trainer"), settings.part("model")
     flags: dict[str, Any] = {}
     names: dict[str, str] = {}

@@ -13,7 +13,7 @@ from meshwright.planner.errors.shown import one_line
 from meshwright.planner.framework_configs.bash.interpreter import ScriptEnvironment
 from meshwright.planner.schedules import SCHEDULES
 
-_VARIABLE = re.compile(r"\$\{(\w+)[^}]*\}|\$\([^)]*\)?")
+_VARIABLE = re.compile(r"\$\{(?:oc\.env:)?([\w.]+)[^}]*\}|\$\([^)]*\)?")
 WORDS_OF_TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
@@ -40,10 +40,9 @@ class Settings:
         for word in result if isinstance(result, list) else [result]:
             unknown = _VARIABLE.search(word) if isinstance(word, str) else None
             if unknown is not None:
-                raise DocumentError(
-                    key,
-                    f"is {word:.60}, which is not set here; add --set {unknown[1] or key}=VALUE",
-                )
+                name = unknown[1] or key
+                how = f"add --set {name}=VALUE" if "." not in name else "write its value here"
+                raise DocumentError(key, f"is {word:.60}, which is not set here; {how}")
         return result
 
     def ignore(self, key: str, *others: str) -> Any:

@@ -36,6 +36,8 @@ def parsed(
     DocumentError names the conditions by which a script trains in several ways.
     """
     check_size(text, of)
+    if is_yaml(text):
+        raise DocumentError(of, NO_SCRIPT)
     arguments = _as_arguments(text)
     if arguments is not None:
         text = arguments
@@ -65,6 +67,22 @@ def parsed(
     absent = dict.fromkeys(name for way in followed for name in way.unfollowed)
     first.unknown += [f"{name} (another script)" for name in absent]
     return first
+
+
+NO_SCRIPT = (
+    "runs no command that is known to train: it is YAML, not a shell script; give the command that "
+    "it starts as a script, or name the reader of its framework with --from"
+)
+_YAML_KEY = re.compile(r"[A-Za-z_][\w.-]*:(\s|$)")
+
+
+def is_yaml(text: str) -> bool:
+    """Return whether a text begins as a YAML document with keys does, and as no script."""
+    lines = (line for line in text.splitlines() if line.strip() and not line.startswith("#"))
+    first = next(lines, "")
+    if text.startswith("#!"):
+        return False
+    return _YAML_KEY.match(first if first.strip() != "---" else next(lines, "")) is not None
 
 
 def _config_of(

@@ -11,14 +11,16 @@ from typing import Any
 
 from meshwright.planner.documents import document
 from meshwright.planner.errors import DocumentError
+from meshwright.planner.framework_configs.bash.interpreter import ScriptEnvironment
 from meshwright.planner.framework_configs.readers import input_limits as limits
+from meshwright.planner.framework_configs.readers.interpolation import resolve
 from meshwright.planner.framework_configs.readers.megatron import schedule_with
 from meshwright.planner.framework_configs.readers.parsed_config import ParsedConfig, Settings
 
 
-def read(text: str) -> ParsedConfig:
+def read(text: str, surroundings: ScriptEnvironment | None = None) -> ParsedConfig:
     """Return the settings of the configuration."""
-    return of_settings(limits.settings(text, "verl"))
+    return of_settings(resolve(limits.settings(text, "verl"), surroundings))
 
 
 def of_words(words: Sequence[str]) -> ParsedConfig:
@@ -38,7 +40,7 @@ def of_words(words: Sequence[str]) -> ParsedConfig:
             if not isinstance(inside, dict):
                 raise DocumentError(path, "is a setting and a section; give one of them")
         inside[key] = _value(value)
-    config = of_settings(data)
+    config = of_settings(resolve(data))
     config.unknown += others
     return config
 
