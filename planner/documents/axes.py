@@ -157,6 +157,17 @@ LAYOUT_AXES = (
         without="tp=1, no block is divided",
         computes=True,
     ),
+    LayoutAxis(
+        name="graphs",
+        short="graphs",
+        usual="none",
+        values=("none", "micro_batch"),
+        space="graphs",
+        refused="graphs of each {}",
+        exported="each {} is one captured graph",
+        machinery="captured graphs",
+        computes=True,
+    ),
 )
 """Axes in the order of a layout's text."""
 
