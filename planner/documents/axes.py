@@ -163,8 +163,7 @@ LAYOUT_AXES = (
         usual="none",
         values=("none", "micro_batch"),
         space="graphs",
-        refused="graphs of each {}",
-        exported="each {} is one captured graph",
+        refused="graphs of each {}",  # exported: it changes no value
         machinery="captured graphs",
         computes=True,
     ),
