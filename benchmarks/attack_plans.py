@@ -24,6 +24,7 @@ from meshwright.planner.documents.plan import (
     Compile,
     Dispatch,
     GradientCompression,
+    Graphs,
     Job,
     Layout,
     Mesh,
@@ -118,6 +119,7 @@ class Drafts:
             found["prefetch"] = get_args(Prefetch)
             within = [d for d in divisors(self.cluster.devices) if d < self.cluster.devices]
             found["reshard_after_forward"] = (None, *within)
+            found["graphs"] = get_args(Graphs)
         if "async-tensor" in self.allowed:
             found["tensor_overlap"] = get_args(TensorOverlap)
         if self.job.precision == "fp8":

@@ -280,7 +280,7 @@ def answer_to(
         *_open_gap(answer.certificate, gap),
         *recomputed_modules(answer.plan),
         *running_costs(prefer, searched.part.request, answer.plan, answer.prediction),
-        *without_effect(request.pins, answer.plan.layout),
+        *without_effect(request.pins, answer.plan.layout, request.cluster),
         *not_worth_eight_bits(searched.part.request, answer.plan, prediction),
         *faster_by_options(searched.part.request, answer.plan, prediction),
         *faster_elsewhere(searched.part.request, answer.plan, prediction),
@@ -672,7 +672,7 @@ def _predicted(model: str, cluster: str | None, options: PredictOptions) -> Pred
     price = _native_price if base_of(framework) == "native" else _framework_price
     request = replace(request, cluster=_used_part(machine, wanted_layout.devices))
     priced = price(request, wanted_layout).on(machine.devices, used=wanted_layout.devices)
-    priced = priced.with_notes(*without_effect(pins, wanted_layout))
+    priced = priced.with_notes(*without_effect(pins, wanted_layout, machine))
     notes = _length_notes(
         options.lengths_of_job(),
         wanted_layout,

@@ -359,7 +359,7 @@ def _paths(**paths: str | None) -> Summary:
 
 
 def compiled_texts(report: RunReport) -> Iterator[str]:
-    """Yield the compiled parts, if any were requested, and the eager ones with the reason."""
+    """Yield the compiled and captured parts, if any were requested, and why others were not."""
     if report.compile_s:
         yield f"compiled blocks, for {seconds_text(report.compile_s)} of the first step"
     layers: dict[str, list[str]] = {}
@@ -368,6 +368,10 @@ def compiled_texts(report: RunReport) -> Iterator[str]:
     for why, names in layers.items():
         which = names[0] if len(names) == 1 else f"{len(names)} layers, the first {names[0]}"
         yield f"eager {which}: {why}"
+    if report.captured:
+        yield f"{report.captured} micro-batches ran as captured graphs"
+    if report.not_captured:
+        yield f"micro-batches ran as they are: {report.not_captured}"
 
 
 def script_parts(done: ScriptResult) -> Iterator[RenderableType]:

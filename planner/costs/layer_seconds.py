@@ -383,9 +383,16 @@ def host_passes(
     """Return the least seconds that the host takes for a layer's passes.
 
     Each block has Python around it, each kernel a launch; tensor parallelism and experts add to
-    both passes, and so do checks of the collectives of a divided block, and recomputation.
+    both passes, and so do checks of the collectives of a divided block, and recomputation.  A
+    captured graph has nothing of it but its kernels, those of a backward twice as many.
     """
     host = framework.host
+    if setting.captured:
+        return HostPasses(
+            forward_s=kernel_s.kernels * host.replay_s,
+            backward_s=2 * kernel_s.kernels * host.replay_s,
+            recompute_s=kernel_s.kernels_again * host.replay_s,
+        )
     each = host.kernel_s
     there, back, again = (
         kernel_s.kernels * each.forward,

@@ -413,6 +413,7 @@ class CostTables:
             sequence_parallel=layout.sequence_parallel,
             loss=layout.loss,
             compiled=layout.compile == "block",
+            captured=layout.graphs != "none",
             overlaps_tensors=layout.overlaps_tensors,
             scales=layout.scales,
             dispatch=layout.dispatch,

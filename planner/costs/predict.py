@@ -365,6 +365,7 @@ def placement_prediction(
         parts,
         max(stage.spread for stage in stages),
         slow_host_s=passes * slow_host_s(tables.rates.framework.host.slowest),
+        uncaptured_high_s=_uncaptured_high_s(tables, layout, placements),
         measured=tables.profile is not None,
         assumed=assumed,
     )
@@ -446,6 +447,15 @@ def placement_prediction(
         ),
     )
     return bounded_by_words(prediction, model.not_understood or ())
+
+
+def _uncaptured_high_s(
+    tables: CostTables, layout: Layout, placements: Sequence[Placement]
+) -> float:
+    """Return the end of the range where passes run as they are, of a layout that captures them."""
+    if layout.graphs == "none" or tables.request.cluster.is_mixed:
+        return 0.0
+    return placement_prediction(tables, replace(layout, graphs="none"), placements).step_time_high_s
 
 
 def _job_notes(tables: CostTables) -> Iterator[str]:

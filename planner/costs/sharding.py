@@ -318,7 +318,7 @@ def seen_once(
     gather = _exposed_sharding(moving.gather_per_step_s, fetched_s, forward_s, rates, "gather", 1.0)
     late = not (anew or sharing.reduces_each_micro_batch)
     returned_s = moving.host_reduce_s if late else 0.0
-    window_s = 0.0 if sharing.pipelined_units else backward_s
+    window_s = 0.0 if sharing.pipelined_units or sharing.captured else backward_s
     reduce = _exposed_sharding(moving.reduce_per_step_s, returned_s, window_s, rates, "reduce", 1.0)
     copies_s = moving.copies_per_step_s
     return ExposedSharding(

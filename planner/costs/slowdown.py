@@ -93,6 +93,7 @@ def slower_framework(framework: Framework, pace: float) -> Framework:
                     "adapter_s": _each_pass(host.adapter_s, pace),
                     "compiled_s": _each_pass(host.compiled_s, pace),
                     "checkpoint_s": _each_pass(host.checkpoint_s, pace),
+                    "replay_s": pace * host.replay_s,
                     "selective_s": pace * host.selective_s,
                     "experts_s": pace * host.experts_s,
                     "rank_s": pace * host.rank_s,

@@ -150,13 +150,14 @@ def step_range(
     *,
     measured: bool,
     slow_host_s: float = 0.0,
+    uncaptured_high_s: float = 0.0,
     assumed: Sequence[str] = (),
 ) -> StepRange:
     """Return the range of a step whose seconds by cause are `parts`.
 
     `spread` is the relative error of its kernels; `measured` says that a profile of this machine is
-    behind them, `slow_host_s` is what the slowest host would add to it, and `assumed` is what of
-    the run is not known.
+    behind them, `slow_host_s` is what the slowest host would add to it, `uncaptured_high_s`
+    the end of its range if no captured graph ran, and `assumed` is what of the run is not known.
     """
     step_s = sum(parts.values())
     if measured:
@@ -170,12 +171,15 @@ def step_range(
         reason += f", wider since no measured run of its framework has {', '.join(new)}"
     if slow_host_s > 0.01 * step_s:
         reason += f", and of a host that takes {request.framework.host.slowest:g} times as long"
+    if uncaptured_high_s:
+        reason += ", and of passes that are not captured: no device has run these graphs"
     basis = Assumption(
         what=f"range of the step: that of {reason}",
         provenance=f"framework {request.framework.name}",
         source="docs/results/accuracy.md",
     )
-    return StepRange(step_s * math.exp(-below), step_s * math.exp(above) + slow_host_s, basis)
+    high_s = max(step_s * math.exp(above) + slow_host_s, uncaptured_high_s)
+    return StepRange(step_s * math.exp(-below), high_s, basis)
 
 
 def _fitted_spread(request: Request) -> float:

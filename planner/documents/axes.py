@@ -157,6 +157,16 @@ LAYOUT_AXES = (
         without="tp=1, no block is divided",
         computes=True,
     ),
+    LayoutAxis(
+        name="graphs",
+        short="graphs",
+        usual="none",
+        values=("none", "micro_batch"),
+        space="graphs",
+        refused="graphs of each {}",  # exported: it changes no value
+        machinery="captured graphs",
+        computes=True,
+    ),
 )
 """Axes in the order of a layout's text."""
 

@@ -459,6 +459,8 @@ class Host(Part):
     selective_s: Amount = 0.0
     """Seconds that recomputation by operator adds to each pass of an eager layer, for each kernel
     of its forward, since Python decides for every operator."""
+    replay_s: Amount = 0.0
+    """Seconds that the launch of a captured graph takes for each of its kernels."""
     graph_s: Amount = 0.0
     """Seconds of compiling one kind of block, before its first step."""
     window: Literal["kernels", "layer"] = "layer"

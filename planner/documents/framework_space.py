@@ -29,6 +29,7 @@ from meshwright.planner.documents.plan import (
     Compile,
     Dispatch,
     GradientCompression,
+    Graphs,
     Job,
     Layout,
     Offload,
@@ -338,6 +339,8 @@ class Space(Part):
     """Kinds of compilation that a layout may name; other layouts follow the framework."""
     tensor_overlaps: tuple[TensorOverlap, ...] = ("none",)
     """Executions of tensor-parallel collectives."""
+    graphs: tuple[Graphs, ...] = ("none",)
+    """What a layout may let run as one captured graph."""
     precisions: tuple[Precision, ...] | None = None
     """Executed precisions; None: all."""
     optimizers: tuple[Optimizer, ...] = ("adamw",)

@@ -87,6 +87,9 @@ Compile = Literal["none", "block"]
 TensorOverlap = Literal["none", "async"]
 """Execution of tensor-parallel collectives: before and after the products of a block, or in pieces
 that overlap with them (asynchronous tensor parallelism)."""
+Graphs = Literal["none", "micro_batch"]
+"""Captured CUDA graphs: none, or one that runs forward and backward of a micro-batch by one launch
+of the host."""
 Axis = Literal["tensor", "context", "data_shard", "data_replicate", "pipeline"]
 INSIDE_OUT: tuple[Axis, ...] = ("tensor", "context", "data_shard", "data_replicate", "pipeline")
 
@@ -196,6 +199,7 @@ class Layout:
     """Chunks of the output projection's loss; None: the loss is computed from all logits."""
     compile: Compile = "none"
     tensor_overlap: TensorOverlap = "none"
+    graphs: Graphs = "none"
     expert_tensor: int = 1
     """Number of ranks that divide each expert; they and the expert degree divide tensor x context x
     data.
@@ -504,6 +508,9 @@ class Plan(Document):
     tensor_overlap: TensorOverlap = "none"
     """Execution of tensor-parallel collectives of compiled blocks.  Written only where it is not
     none."""
+    graphs: Graphs = "none"
+    """What one launch of a captured CUDA graph runs, forward and backward.  Written only where it
+    is not none."""
     training: Training = Training()
     """Settings of the optimizer."""
     timeout_s: Timeout = 600.0

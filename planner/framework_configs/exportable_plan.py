@@ -101,6 +101,8 @@ def own_text(wanted: FrameworkPlan) -> Iterator[str]:
         yield f"loss: computed from {loss.rows} rows of logits at a time, or it takes more memory"
     if prefetch:
         yield f"parameters of {prefetch} layers are gathered ahead, where that can be set"
+    if wanted.plan.graphs != "none":
+        yield "micro-batches are captured CUDA graphs in the plan, and run as they are there"
 
 
 def compile_text(wanted: FrameworkPlan) -> Iterator[str]:

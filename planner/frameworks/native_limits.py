@@ -87,6 +87,7 @@ LAUNCH: Mapping[str, Claim] = {
             "loss",
             "compile",
             "tensor_overlap",
+            "graphs",
         ),
         Claim(_any),
     ),
@@ -101,6 +102,7 @@ LAUNCH: Mapping[str, Claim] = {
 SCRIPT: Mapping[str, Claim] = {
     **LAUNCH,
     "tensor_overlap": _not_by_engine("use none"),
+    "graphs": _not_by_engine("use none"),
     "sequence_parallel": _not_by_engine(
         "leave it out: the styles of your modules say what lies between them",
         lambda layout: layout.tensor == 1,

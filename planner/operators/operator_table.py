@@ -90,6 +90,8 @@ class Setting:
     gathered, and each rank takes its own."""
     compiled: bool = False
     """Blocks are compiled, each as one graph."""
+    captured: bool = False
+    """The host starts a micro-batch's kernels together, as one captured graph."""
     overlaps_tensors: bool = False
     """Collectives between tensor-parallel ranks run in pieces beside the products around them."""
     document_len: int | None = None
@@ -138,6 +140,7 @@ class Setting:
             self.loss is not None,
             self.loss is not None and self.loss.gradients == "recomputed",
             self.compiled,
+            self.captured,
             self.overlaps_tensors,
             self.gathers_heads,
             self.scales,
@@ -208,6 +211,7 @@ class ManySettings(Setting):
             sequence_parallel=some.sequence_parallel,
             gathers_heads=some.gathers_heads,
             compiled=some.compiled,
+            captured=some.captured,
             overlaps_tensors=some.overlaps_tensors,
             loss=some.loss,
             document_len=some.document_len,

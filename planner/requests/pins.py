@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 from meshwright.planner.catalog import framework as framework_called
 from meshwright.planner.catalog import framework_name
 from meshwright.planner.documents.axes import LAYOUT_AXES, LayoutAxis
+from meshwright.planner.documents.cluster import ClusterSpec
 from meshwright.planner.documents.document import nearest
 from meshwright.planner.documents.framework import base_of
 from meshwright.planner.documents.framework_space import Space
@@ -20,6 +21,7 @@ from meshwright.planner.documents.plan import (
     Compile,
     Dispatch,
     GradientCompression,
+    Graphs,
     Layout,
     Offload,
     Prefetch,
@@ -113,6 +115,7 @@ class Pins:
     """Number of neighbours that pass on among themselves tokens that are sent to them once."""
     compile: Compile | None = None
     tensor_overlap: TensorOverlap | None = None
+    graphs: Graphs | None = None
     order: tuple[Axis, ...] | None = None
     """All axes, the innermost first."""
     divided: frozenset[Axis] = frozenset()
@@ -259,8 +262,12 @@ def check_micro_batches(text: str, layout: Layout) -> None:
         )
 
 
-def without_effect(pins: Pins, layout: Layout) -> Iterator[str]:
+def without_effect(pins: Pins, layout: Layout, cluster: ClusterSpec) -> Iterator[str]:
     """Yield the pins that a layout keeps and that change nothing in it, and why."""
+    if layout.graphs != "none":
+        for device in (group.accelerator for group in cluster.groups):
+            if device.kind not in ("cuda", "rocm"):
+                yield f"graphs={layout.graphs} has no effect: {device.name} has no graphs"
     if layout.pipeline == 1:
         for name, value in (("schedule", pins.schedule), ("v", pins.virtual_stages)):
             if value is not None:

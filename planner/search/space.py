@@ -30,6 +30,7 @@ from meshwright.planner.documents.plan import (
     Compile,
     Dispatch,
     GradientCompression,
+    Graphs,
     Layout,
     Offload,
     Prefetch,
@@ -130,6 +131,7 @@ class LayoutFamily:
     losses: tuple[ChunkedLoss | None, ...] = (None,)
     compile: Compile = "none"
     tensor_overlap: TensorOverlap = "none"
+    graphs: Graphs = "none"
     scales: Scales = "tensorwise"
     weight_gather_dtype: WeightGatherDtype = "full"
     """Number format of gathered weights, of layouts that gather them in each pass."""
@@ -216,6 +218,7 @@ class LayoutFamily:
             loss=self.losses[place],
             compile=self.compile,
             tensor_overlap=self.tensor_overlap,
+            graphs=self.graphs,
         )
 
     def layouts(self) -> Iterator[Layout]:
@@ -409,6 +412,10 @@ def families(
                     ShardingChoice(zero, shard, replicate, order, prefetch, reshard_after_forward)
                 )
     shared = {place: Sharings(sharings) for place, sharings in by_place.items()}
+    copy_ranks = degrees.tensor * degrees.context * degrees.expert * degrees.pipeline
+    whole = ((at, Sharings(s for s in every if not s.zero)) for at, every in shared.items())
+    undivided = {place: every for place, every in whole if every} if not pins.graphs else shared
+    """Sharings of layouts whose micro-batches may be captured; of pinned ones a refusal says so."""
     ways: dict[str, tuple[Compile, tuple[ChunkedLoss | None, ...]]] = {}
     hierarchical_all_to_all = relay_of(request, degrees)
     words = tuple(choice.tensor_overlap for choice in overlaps) or ("none",)
@@ -424,8 +431,11 @@ def families(
             if waits and weighs_compilation(request, way[0]):
                 every.setdefault(("none", way[1]), []).append(timetable)
         for (blocks, chosen), alike in every.items():
-            for place, choices, overlap in (
-                (*shared_place, overlap) for shared_place in shared.items() for overlap in words
+            for place, choices, overlap, graphs in (
+                (*shared_place, overlap, captured)
+                for captured in captures(request, copy_ranks)
+                for shared_place in (undivided if captured == "micro_batch" else shared).items()
+                for overlap in words
             ):
                 if overlap != "none" and blocks == "none" and request.pins.compile is None:
                     continue
@@ -441,6 +451,7 @@ def families(
                     losses=chosen,
                     compile=blocks,
                     tensor_overlap=overlap,
+                    graphs=graphs,
                     scales=request.scales,
                     weight_gather_dtype=weight_gather_dtype(request),
                     dispatch=(pins.dispatch if degrees.expert > 1 else None) or "alltoall",
@@ -488,6 +499,7 @@ def plainest(request: Request, degrees: Degrees) -> Layout:
         scales=request.scales,
         compile=pins.compile or ("none" if overlap == "none" else "block"),
         tensor_overlap=overlap,
+        graphs=pins.graphs or "none",
         sequence_parallel=request.framework.tensor.sequence_parallel or degrees.tensor == 1,
     )
 
@@ -552,6 +564,21 @@ def compiles(request: Request, degrees: Degrees, schedule: str) -> Compile:
 def weighs_compilation(request: Request, blocks: Compile) -> bool:
     """Return whether blocks that can be compiled may also be left as they are."""
     return blocks == "block" and request.pins.compile is None and "none" in request.space.compile
+
+
+def captures(request: Request, copy_ranks: int) -> tuple[Graphs, ...]:
+    """Return whether micro-batches run as they are, or as captured graphs too.
+
+    Where the user has not said: on GPUs with a copy of the model each, whose passes send nothing,
+    of a model whose operators are known; `copy_ranks` are those of a copy.  A profile's seconds are
+    those of passes that run as they are.
+    """
+    if request.pins.graphs is not None:
+        return (request.pins.graphs,)
+    able = "micro_batch" in request.space.graphs and request.model.architecture is not None
+    if able and copy_ranks == 1 and gpus(request) and request.profile is None:
+        return ("none", "micro_batch")
+    return ("none",)
 
 
 def waits_for_host(request: Request, degrees: Degrees, micro_batch: int) -> bool:
@@ -688,6 +715,7 @@ def complexity(layout: Layout) -> tuple[int, ...]:
         _loss_rank(layout.loss),
         layout.compile != "none",
         layout.tensor_overlap != "none",
+        layout.graphs != "none",
         *_axes(layout.order),
         -layout.micro_batch,
     )

@@ -102,13 +102,16 @@ class Totals:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.clear()
+        self.reads = device.type == "cpu"  # whose numbers nobody waits for
+        """Numbers go by the host; else they stay on their device."""
+        # Sums of many losses are made in fp64: the mean of a large batch keeps its digits.
+        self.values = torch.zeros(2, dtype=torch.float64, device=device)
+        self.metrics: dict[str, Tensor] = {}
 
     def clear(self) -> None:
-        """Begin another step."""
-        # Sums of many losses are made in fp64: the mean of a large batch keeps its digits.
-        self.values = torch.zeros(2, dtype=torch.float64, device=self._device)
-        self.metrics: dict[str, Tensor] = {}
+        """Begin another step, with sums in the same memory: a graph of a pass adds to them."""
+        self.values.zero_()
+        self.metrics = {}
 
     @torch.no_grad()
     def add(self, micro_batch: Counted) -> None:
@@ -125,7 +128,7 @@ class Totals:
         self.values += self._pair(value, 0.0)
 
     def _pair(self, total: Any, count: Any) -> Tensor:
-        if self._device.type == "cpu":  # whose numbers nobody waits for
+        if self.reads:
             return torch.tensor([_float(total), _float(count)], dtype=torch.float64)
         return torch.stack([self._number(total), self._number(count)])
 

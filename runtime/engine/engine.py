@@ -72,6 +72,7 @@ from meshwright.runtime.run.metrics import ScriptRecords
 from meshwright.runtime.run.script_planner import planners
 from meshwright.runtime.techniques import float8 as eight_bits
 from meshwright.runtime.techniques.compile import Compiler
+from meshwright.runtime.techniques.micro_batch_graphs import MicroBatchGraphs
 from meshwright.runtime.tracing.stage import MicroBatch
 from meshwright.runtime.tracing.tracer import Inputs
 
@@ -389,6 +390,11 @@ class Engine:
         Empty where the plan compiles none.
         """
         return {} if self.compiler is None else dict(self.compiler.fallbacks)
+
+    @property
+    def graphs(self) -> MicroBatchGraphs | None:
+        """The graphs of this rank's micro-batches, if the plan captures any."""
+        return self._passes.graphs
 
     @property
     def steps(self) -> int:

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves, tree_map, tree_structure, tree_unflatten
 
@@ -38,7 +38,7 @@ from meshwright.runtime.core.lru import Recent
 from meshwright.runtime.core.mesh import Place
 from meshwright.runtime.core.object_collectives import all_gather_json, broadcast_tensors
 from meshwright.runtime.core.torch_internals import forget_forward_order, take_plain_as_whole
-from meshwright.runtime.engine.apply_plan import Staged
+from meshwright.runtime.engine.apply_plan import LanguageRules, Staged
 from meshwright.runtime.engine.pipedream_2bw import StalePipeline
 from meshwright.runtime.engine.pipeline import StagePipeline
 from meshwright.runtime.optim.gradients import Gradients, refuse_failed
@@ -55,6 +55,7 @@ from meshwright.runtime.parallel.data_parallel import (
 )
 from meshwright.runtime.parallel.gradient_compression import WIRE_TYPES
 from meshwright.runtime.parallel.replicas import Replicas
+from meshwright.runtime.techniques.micro_batch_graphs import MicroBatchGraphs
 from meshwright.runtime.tracing.stage import MicroBatch, seed_draws, step_seed
 from meshwright.runtime.tracing.tracer import MOST_RECORDINGS, Recorder, key_of
 
@@ -140,6 +141,8 @@ class StepPasses:
         """A micro-batch of one sample, for forwards that other slices need."""
         self._filling = False
         self._pipelines: Recent[StagePipeline] = Recent(MOST_RECORDINGS)
+        self.graphs = self._new_graphs() if plan.graphs == "micro_batch" else None
+        """Graphs of micro-batches, if the plan lets any be captured."""
 
     # --- batches ----------------------------------------------------------------------------
 
@@ -312,6 +315,8 @@ class StepPasses:
 
     def train(self, micros: Sequence[MicroBatch]) -> None:
         """Add the gradients of all micro-batches, and note their losses."""
+        if self.graphs is not None:
+            self._let_stay(stays=self.graphs.obstacle is None)
         with self._computing(learns=True):
             self._train(micros)
 
@@ -343,6 +348,8 @@ class StepPasses:
         draws = any(layer.draws for layer in recorded)  # and may drop all layers
         last = self._plan.rank_of_stage(len(self._plan.stages) - 1) == self._place.stage
         self._learns = draws or not last
+        if self.graphs is not None:
+            self.graphs.begin()
         with running(InnerLosses(self._note_inner, unit_grad, sums)):
             if self._plan.mesh.pipeline > 1:
                 self.pipeline_of(micros).run_all(micros)
@@ -513,7 +520,46 @@ class StepPasses:
                 module.set_is_last_backward(last)
                 module.set_requires_gradient_sync(last or reduces_at_once(self._plan, self._place))
                 module.set_reshard_after_backward(last or gathers_anew(self._plan, self._place))
-            part.module.closed(self._micro_loss(part.module(micro=micro), micro)).backward()
+            if self.graphs is None:
+                self._pass(micro)
+            else:
+                self.graphs.run(micro.batch)
+                self._learns = True  # else the first pass had no gradient, and said so
+
+    def _pass(self, micro: MicroBatch) -> None:
+        """Add the gradients of a micro-batch, and note its loss."""
+        module = self._parts[0].module
+        module.closed(self._micro_loss(module(micro=micro), micro)).backward()
+
+    def _let_stay(self, *, stays: bool) -> None:
+        """Let what graphs read and write lie where it is from step to step, or no longer."""
+        self.totals.reads = not stays and self._device.type == "cpu"
+        if self._replicas is not None:
+            self._replicas.stays = stays
+        for part in self._parts:
+            if part.copies is not None:
+                part.copies.stays = stays
+
+    def _new_graphs(self) -> MicroBatchGraphs:
+        """Return the graphs of this rank's micro-batches."""
+        part, scale, replicas = self._parts[0], self._gradients.scale, self._replicas
+
+        def buffer_of(parameter: nn.Parameter) -> Tensor | None:
+            return None if replicas is None else replicas.buffer_of(parameter)
+
+        return MicroBatchGraphs(
+            lambda batch: self._pass(MicroBatch(batch)),
+            settled=lambda: (
+                *part.module.parameters(),
+                *part.module.buffers(),
+                self.totals.values,
+                scale.scale,
+            ),
+            trained=part.module.parameters,
+            gradient=buffer_of,  # what is none of theirs has its own
+            device=self._device,
+            obstacle=_obstacle_to_graphs(part),
+        )
 
     @torch.no_grad()
     def _outputs(self, micros: Sequence[MicroBatch]) -> list[Any]:
@@ -714,6 +760,22 @@ class StepPasses:
         if self._place.mesh is not None:
             names = all_gather_json(list(self.totals.metrics))
         return tuple(dict.fromkeys(name for one in names for name in one))
+
+
+def _obstacle_to_graphs(part: Staged) -> str | None:
+    """Return what of a stage goes on beside its passes, so that no graph runs one; None: nothing.
+
+    The search leaves these out (planner/catalog/frameworks/native.yaml); a plan may be anyone's.
+    """
+    if part.wrapped:
+        return "FSDP gathers and reduces inside of a pass"
+    if any(layer.activations == "offload" for layer in part.placed_layers):
+        return "activations go to the host inside of a pass"
+    if not isinstance(part.of, LanguageRules):
+        return "what a script's module does beside its tensors is not known"
+    if part.plan.mesh.devices > part.plan.mesh.data_replicate:
+        return "ranks communicate inside of a pass"
+    return None
 
 
 def _zeros(batch: Any) -> Any:

@@ -351,7 +351,7 @@ class Loop:
         metrics = self._metrics(first) if self.rank == 0 else None
         schedule = self._save_schedule(self._saver) if self._saver is not None else None
         step_s: list[float] = []
-        compiler = self.engine.compiler
+        compiler, graphs = self.engine.compiler, self.engine.graphs
         peak = _Peak(self.orders.device, compiled=compiler is not None)
         ends: Stopped | None = None
         loss = 0.0
@@ -408,6 +408,8 @@ class Loop:
             untimed_steps=(watched,) if peak.slows else (),
             compile_s=compiler.seconds if compiler else 0.0,
             not_compiled=compiler.fallbacks if compiler else {},
+            captured=graphs.replays if graphs else 0,
+            not_captured=graphs.obstacle if graphs else None,
             peak_memory_bytes=peak.so_far_bytes(),
             memory_source=peak.source,
             **(peak.of_device() if self.orders.device == "cuda" else {}),

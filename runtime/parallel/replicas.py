@@ -144,6 +144,9 @@ class Replicas:
         """Number of stages of this rank that read each parameter, in backwards of their own."""
         self._buckets = _buckets(all_parameters, dtype)
         self._sent = 0
+        self.stays = False
+        """Gradients lie in the same buckets in every step, and `finish` sends them all: passes are
+        graphs, which run no hooks."""
         self.measures_own = False
         """True if each step measures this rank's own gradient, before it becomes the mean."""
         self.own_square: Tensor | None = None
@@ -156,6 +159,9 @@ class Replicas:
     @torch.no_grad()
     def begin(self) -> None:
         """Divide gradients that passes before have left, if they are summed: they are once more."""
+        for bucket in self._buckets:
+            if bucket.flat is not None:  # of the step before
+                bucket.flat[-len(bucket.parameters) :].fill_(1.0)
         if self._op == dist.ReduceOp.SUM:
             for bucket in self._buckets:
                 left = [
@@ -186,12 +192,23 @@ class Replicas:
             if bucket.flat[index - len(bucket.parameters)] > 0:
                 parameter = bucket.parameters[index]
                 parameter.grad = divided_like(parameter, bucket.views[index])
-        for bucket in self._buckets:
+        for bucket in () if self.stays else self._buckets:
             bucket.empty()  # the gradients keep its memory until the optimizer drops them
         self._sent = 0
         if self.measures_own:
             self.own_square = torch.stack([square.double() for square in self._squares]).sum()
             self._squares = []
+
+    def buffer_of(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return where the gradient of a parameter lies in every step, if it is one of these."""
+        for bucket in self._buckets:
+            for index, mine in enumerate(bucket.parameters):
+                if mine is parameter:
+                    if bucket.flat is None:
+                        bucket.begin()
+                    bucket.given[index] = divided_like(parameter, bucket.views[index])
+                    return bucket.given[index]
+        return None
 
     def _send(self, bucket: _Bucket) -> None:
         if self.measures_own:
@@ -204,6 +221,8 @@ class Replicas:
         backwards = (self._backwards or 0) * self._stages[bucket.parameters[index]]
 
         def notice(parameter: Tensor) -> None:
+            if self.stays:
+                return
             bucket.adopt_gradient(index)
             bucket.added[index] += 1
             if bucket.added[index] != backwards:

@@ -121,6 +121,10 @@ class RankRecord(Document):
     """Seconds of forwards that compiled a layer; those steps are among the warm-up."""
     not_compiled: dict[Text, Text] = Field(default_factory=dict)
     """Why layers ran eager that the plan compiles, by name."""
+    captured: Count = 0
+    """Micro-batches that ran as a captured graph."""
+    not_captured: Text | None = None
+    """Why micro-batches ran as they are that the plan captures."""
     stopped: Stopped = "steps"
     checkpoint: Text | None = None
     """The last one that this run completed."""

@@ -80,6 +80,10 @@ class RunReport(Document):
     """Seconds of the rank that compiled longest."""
     not_compiled: dict[Text, Text] = Field(default_factory=dict)
     """Why layers ran eager that the plan compiles, by name."""
+    captured: Count = 0
+    """Micro-batches of a rank that ran as a captured graph, the fewest."""
+    not_captured: Text | None = None
+    """Why micro-batches ran as they are that the plan captures."""
     stages: tuple[StagePeak, ...]
     wall_s: Amount
     """From the launch to the end of the last rank."""
@@ -222,6 +226,8 @@ def summarise(
         mfu=orders.peak_step_s / median if median and orders.peak_step_s else None,
         compile_s=max(rank.compile_s for rank in ranks),
         not_compiled={name: why for rank in ranks for name, why in rank.not_compiled.items()},
+        captured=min(rank.captured for rank in ranks),
+        not_captured=next(filter(None, (rank.not_captured for rank in ranks)), None),
         stages=tuple(_stage(plan.rank_of_stage(index), ranks) for index in range(len(plan.stages))),
         wall_s=wall_s,
         output=str(orders.output),

@@ -74,6 +74,10 @@ class WorkingCopies:
         self._zeros: list[tuple[_WorkingCopy, Tensor, int]] = []
         """Gradient buffers in which gradients are added, with their initial versions."""
 
+        self.stays = False
+        """Copies keep their memory between steps, and whoever runs passes gives gradients theirs:
+        a graph of a pass reads and writes where it did."""
+
     def of(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return what passes compute with in place of a parameter: where its gradient arises."""
         copy = self._by_master.get(parameter)
@@ -93,9 +97,11 @@ class WorkingCopies:
         """Put copies of the values that parameters have now in their places."""
         self._zeros = []
         for copy in self._copies:
-            copy.narrow.untyped_storage().resize_(copy.size_bytes)
+            if not self.stays or not copy.narrow.untyped_storage().nbytes():
+                copy.narrow.untyped_storage().resize_(copy.size_bytes)
             grad = copy.master.grad
-            if grad is None and learns and self._adds and copy.master.requires_grad:
+            adds = self._adds and not self.stays
+            if grad is None and learns and adds and copy.master.requires_grad:
                 grad = torch.zeros_like(copy.master)
                 self._zeros.append((copy, grad, _version(grad)))
             copy.working.grad = grad
@@ -124,7 +130,8 @@ class WorkingCopies:
             if master.requires_grad and _version(copy.working) != version and self._changed:
                 self._changed(master)
             copy.working.grad = None
-            copy.narrow.untyped_storage().resize_(0)
+            if not self.stays:
+                copy.narrow.untyped_storage().resize_(0)
             if grad is None or grad is master.grad:
                 continue
             if master.grad is None:

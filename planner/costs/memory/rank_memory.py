@@ -219,7 +219,8 @@ def _of_one(
     elif not (first and last):
         ends = _ends(layers, first=first, last=last, keeps_sent=costs.keeps_sent)
         buffers = (ends * alive + 2) * costs.boundary_bytes
-    replacing = alive == layout.micro_batches
+    # Those of captured graphs have their memory from step to step.
+    replacing = alive == layout.micro_batches and layout.graphs == "none"
     peaks = [*_moments(layers, alive, replacing=replacing)]
     # The optimizer's moment.
     flat = smaller(sum(layer.flat for layer in layers), costs.flat_bytes_at_most)

@@ -276,6 +276,7 @@ class ResidentStates:
             data=layout.data * layout.context,
             pipelined=layout.pipeline > 1,
             accumulated=layout.micro_batches > 1,
+            captured=layout.graphs != "none",
             offload="optimizer" if self._paged and layout.offload == "none" else layout.offload,
             wire=layout.gradient_compression,
             prefetch=layout.prefetch,

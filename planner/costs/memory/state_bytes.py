@@ -290,6 +290,8 @@ class StateSharding:
     pipelined: bool
     accumulated: bool
     """A step has several micro-batches."""
+    captured: bool = False
+    """Passes are captured graphs, beside which nothing is reduced."""
     offload: Offload = "none"
     wire: GradientCompression = "full"
     prefetch: int = 0

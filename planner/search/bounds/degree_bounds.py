@@ -31,6 +31,7 @@ from meshwright.planner.search.bounds.device_counts import LeastSteps
 from meshwright.planner.search.offload_choices import activations
 from meshwright.planner.search.space import (
     Degrees,
+    captures,
     compiles,
     every_degrees,
     losses,
@@ -147,6 +148,7 @@ class DegreeBounds:
                 loss=loss,
                 compile=compiled,
                 tensor_overlap=overlap,
+                graphs=graphs,
                 scales=request.scales,
                 dispatch=(pins.dispatch if at.expert > 1 else None) or "alltoall",
                 hierarchical_all_to_all=at.relay,
@@ -155,4 +157,5 @@ class DegreeBounds:
             for compiled in ((blocks, "none") if waits else (blocks,))
             for loss in losses(request, PLAIN)
             for overlap in overlaps
+            for graphs in captures(request, at.tensor * at.context * at.expert)
         ]

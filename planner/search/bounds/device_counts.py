@@ -30,6 +30,7 @@ from meshwright.planner.search.space import (
     LARGEST_CONTEXT,
     LOSSES,
     Degrees,
+    captures,
     divisors,
     most_tensor_parallel,
     plainest,
@@ -144,6 +145,7 @@ def _device_seconds(request: Request, store: FigureStore | None) -> Seconds:
             micro_batches=1,
             loss=loss,
             compile=compiled,
+            graphs=graphs,
             scales=request.scales,
             sequence_parallel=request.framework.tensor.sequence_parallel or tensor == 1,
         )
@@ -154,6 +156,7 @@ def _device_seconds(request: Request, store: FigureStore | None) -> Seconds:
         for expert in experts
         for size in sizes
         for compiled in ("none", "block")
+        for graphs in captures(request, tensor * context * expert)
         for loss in LOSSES
     ]
     ranks_s = tables.fastest_s(places, pins.recompute)

@@ -133,7 +133,7 @@ def _shape(layout: Layout) -> tuple[object, ...]:
     """Return what layouts have in common whose costs can be compared."""
     degrees = layout.tensor, layout.context, layout.expert, layout.pipeline, layout.data
     chosen = layout.schedule, layout.virtual_stages, layout.micro_batch
-    return *degrees, *chosen, Saving.of_layout(layout), layout.compile
+    return *degrees, *chosen, Saving.of_layout(layout), layout.compile, layout.graphs
 
 
 def _beside_layers(by: LayoutCosts, costs: LayoutCosts) -> bool:

@@ -14,6 +14,7 @@ from meshwright.planner.documents.plan import (
     Compile,
     Dispatch,
     GradientCompression,
+    Graphs,
     Job,
     Layout,
     Offload,
@@ -60,6 +61,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "loss": (ChunkedLoss(), ChunkedLoss(rows=8)),
     "compile": get_args(Compile),
     "tensor_overlap": get_args(TensorOverlap),
+    "graphs": get_args(Graphs),
     "sequence_parallel": (False,),
 }
 EXECUTED_OF_SCRIPTS = {

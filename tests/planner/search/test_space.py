@@ -182,8 +182,10 @@ def test_a_layout_may_name_idle_devices(mixtral: ModelGraph, four_nodes: Cluster
         ("tp=1,dp=8,recompute=full,micro_batch=1", Layout(data_shard=8, zero=1), []),
     ],
 )
-def test_pins_without_effect_are_named(text: str, layout: Layout, expected: list[str]) -> None:
-    found = list(without_effect(read_pins([text]), layout))
+def test_pins_without_effect_are_named(
+    text: str, layout: Layout, expected: list[str], four_nodes: ClusterSpec
+) -> None:
+    found = list(without_effect(read_pins([text]), layout, four_nodes))
 
     assert len(found) == len(expected)
     assert all(one.startswith(start) for one, start in zip(found, expected, strict=True))

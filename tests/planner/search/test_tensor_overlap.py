@@ -79,7 +79,7 @@ def test_where_it_is_allowed_the_search_weighs_both(
 def test_without_tensor_ranks_it_has_no_effect_and_the_answer_says_so() -> None:
     pins = read_pins(["tensor_overlap=async"])
 
-    assert list(without_effect(pins, Layout(data_shard=8, zero=3))) == [
+    assert list(without_effect(pins, Layout(data_shard=8, zero=3), NODE)) == [
         "tensor_overlap=async has no effect: tp=1, no block is divided"
     ]
 
