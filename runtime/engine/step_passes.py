@@ -37,6 +37,7 @@ from meshwright.runtime.core.loss import Totals, loss_sum_of
 from meshwright.runtime.core.lru import Recent
 from meshwright.runtime.core.mesh import Place
 from meshwright.runtime.core.object_collectives import all_gather_json, broadcast_tensors
+from meshwright.runtime.core.side_effects import PythonNumbers, seed_python
 from meshwright.runtime.core.torch_internals import forget_forward_order, take_plain_as_whole
 from meshwright.runtime.engine.apply_plan import LanguageRules, Staged
 from meshwright.runtime.engine.pipedream_2bw import StalePipeline
@@ -56,7 +57,7 @@ from meshwright.runtime.parallel.data_parallel import (
 from meshwright.runtime.parallel.gradient_compression import WIRE_TYPES
 from meshwright.runtime.parallel.replicas import Replicas
 from meshwright.runtime.techniques.micro_batch_graphs import MicroBatchGraphs
-from meshwright.runtime.tracing.stage import MicroBatch, seed_draws, step_seed
+from meshwright.runtime.tracing.stage import MicroBatch, seed_draws, step_seed, unit_seed
 from meshwright.runtime.tracing.tracer import MOST_RECORDINGS, Recorder, key_of
 
 LOSS = "loss"
@@ -129,6 +130,8 @@ class StepPasses:
             part.module.agrees = compares and plan.mesh.pipeline > 1
         gradients.failure = self._take_failure
         take_plain_as_whole(True)
+        self._numbers: PythonNumbers | None = None
+        """Random numbers of Python and numpy as they were before the first loss of a pass."""
         self._step_seed: int | None = None
         """Seed of what all ranks draw alike in a step."""
         self._batches = 0
@@ -322,7 +325,7 @@ class StepPasses:
 
     @contextlib.contextmanager
     def _computing(self, *, learns: bool = False) -> Iterator[None]:
-        """Let stages have the parameters that passes compute with."""
+        """Let stages have the parameters that passes compute with; losses draw by themselves."""
         take_plain_as_whole(False)
         try:
             with contextlib.ExitStack() as around:
@@ -332,6 +335,9 @@ class StepPasses:
                 yield
         finally:
             take_plain_as_whole(True)
+            if self._numbers is not None:
+                self._numbers.put_back()
+                self._numbers = None
 
     def _train(self, micros: Sequence[MicroBatch]) -> None:
         host.forget_sums()
@@ -637,7 +643,10 @@ class StepPasses:
             return torch.zeros((), device=self._device)
         # The same numbers under every plan, as the module's own.
         seed = micro.seed if self._compares else None
-        with seed_draws(seed, LOSS, self._device, python=True):
+        if seed is not None:  # to keep and to put them back costs more than to seed them
+            self._numbers = self._numbers or PythonNumbers()
+            seed_python(unit_seed(seed, LOSS))
+        with seed_draws(seed, LOSS, self._device):
             returned = self._loss(outputs, micro.batch)
         is_mean = isinstance(returned, Tensor) and not micro.local
         loss_sum = loss_sum_of(returned, batches.samples_in(micro.batch) if is_mean else None)
