@@ -66,6 +66,7 @@ ALLOWED = {
     ("runtime/resilience/shared_memory.py", "os.open"): PRIVATE,
     ("runtime/resilience/shared_memory.py", "write_text"): PRIVATE,
     ("runtime/resilience/shared_memory.py", "rmtree"): OURS,
+    ("runtime/resilience/shared_memory.py", "unlink"): OURS,
     ("runtime/checkpoint/object_store.py", "mkdir"): SPOOL,
     ("runtime/checkpoint/object_store.py", "rmtree"): SPOOL,
     ("runtime/checkpoint/object_store.py", "rename"): SPOOL,

@@ -11,6 +11,7 @@ from a kill to the end of the next step.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import shutil
@@ -161,20 +162,23 @@ def write_records(output: Path, steps: int) -> None:
         last = min(steps, first + SAVED_EVERY - 1)
         for step in range(first, last + 1):
             unix_s += STEP_S + rng.random() * 0.01
-            record = StepRecord(
-                step=step,
-                loss=2 + rng.random(),
-                grad_norm=rng.random(),
-                step_s=STEP_S + rng.random() * 0.01,
-                tokens_per_s=10_000 + 100 * rng.random(),
-                epoch=0,
-                learning_rate=3e-4 * rng.random(),
-                mfu=0.3 + rng.random() * 0.01,
-                peak_memory_bytes=123_456_789,
-            )
-            done = StepDone(at_unix_s=unix_s, record=record, predicted_s=0.45)
-            event_lines.append(json_line(done))
-            metric_lines.append(json_line(record))
+            record = {
+                "step": step,
+                "loss": 2 + rng.random(),
+                "grad_norm": rng.random(),
+                "step_s": STEP_S + rng.random() * 0.01,
+                "tokens_per_s": 10_000 + 100 * rng.random(),
+                "epoch": 0,
+                "learning_rate": 3e-4 * rng.random(),
+                "mfu": 0.3 + rng.random() * 0.01,
+                "peak_memory_bytes": 123_456_789,
+            }
+            done = {"at_unix_s": unix_s, "event": "step", "record": record, "predicted_s": 0.45}
+            event_lines.append(json.dumps(done) + "\n")
+            metric_lines.append(json.dumps(record) + "\n")
+        # The last as the runtime writes it: lines of its types, made in a tenth of their time.
+        assert event_lines[-1] == json_line(StepDone.model_validate(done))
+        assert metric_lines[-1] == json_line(StepRecord.model_validate(record))
         saved = Saved(at_unix_s=unix_s, step=last, blocked_s=0.1, written_s=0.2)
         event_lines.append(json_line(saved))
         for file, lines in ((events, event_lines), (metrics, metric_lines)):

@@ -56,7 +56,7 @@ def damage_gradient() -> None:
         for object_ in gc.get_objects()
         if isinstance(object_, torch.nn.Parameter) and object_.requires_grad and object_.is_leaf
     ]
-    handles = []
+    handles: list[Any] = []
 
     def spoil(gradient: Any) -> Any:
         if not handles:

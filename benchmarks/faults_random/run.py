@@ -665,7 +665,8 @@ class Run:
         for name, where in (*moves, *((name, where) for where, name in only)):
             target = Path(where) / name
             if target.exists() and target.is_relative_to(self.folder):
-                target.rename(self.folder / f"aside-{name}-{self.starts}")
+                # Perhaps from a file system of its own.
+                shutil.move(target, self.folder / f"aside-{name}-{self.starts}")
         self.resumes = True
         self._launchers.clear()
         self._returns.clear()
@@ -856,7 +857,7 @@ class Run:
         for folder in folders:
             folder.chmod(0o555)
         back = f"chmod -R u+w '{self.output}'"
-        self.repairs.append(lambda: subprocess.run(["sh", "-c", back], check=False))
+        self.repairs.append(lambda: _run_shell(back))
         seconds = self.rng.choice([3, 10, None])
         if seconds is None:
             return "until the next start"
@@ -1009,6 +1010,10 @@ class Run:
         if others:
             self.problems.append(f"the last checkpoint has another {others[0]} ({len(others)})")
         return "one plan" if len(names) == 1 else f"{len(names)} plans"
+
+
+def _run_shell(words: str) -> None:
+    subprocess.run(["sh", "-c", words], check=False)
 
 
 def _in_script(run: Run) -> bool:

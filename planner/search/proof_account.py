@@ -123,7 +123,7 @@ def certificate_of(
     """Return the proof that no plan simulates below a bound, beside the fastest of `finalists`."""
     fastest = finalists[0]
     step_s = fastest.step_time_s
-    bound_s = min(lower_bound_s, step_s)
+    bound_s = float(min(lower_bound_s, step_s))  # bounds of arrays are numpy numbers
     total = sum(account.counts.values())
     return Certificate(
         statement=_statement(step_s, bound_s, total),

@@ -7,6 +7,7 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from meshwright.planner.catalog import frameworks
@@ -137,7 +138,7 @@ def test_a_bound_below_the_step_leaves_a_gap() -> None:
         frameworks()["native"],
         solver="exact",
         finalists=finals.finalists,
-        lower_bound_s=0.9 * finals.objective_s,
+        lower_bound_s=np.float64(0.9 * finals.objective_s),  # as bounds of arrays are
         looked_at={},
         runners_up=(),
     )
