@@ -46,7 +46,8 @@ from meshwright.planner.costs.uncertainty import (
     step_range,
 )
 from meshwright.planner.documents.model import ModelGraph, is_script
-from meshwright.planner.documents.plan import Activations, Layout, Plan, choices_of_blocks
+from meshwright.planner.documents.placement_text import placement_words
+from meshwright.planner.documents.plan import Activations, Layout, Plan
 from meshwright.planner.documents.prediction import (
     Assumption,
     HostUse,
@@ -408,7 +409,9 @@ def placement_prediction(
     prediction = Prediction(
         layout=layout.text_with(
             tables.request.framework.name,
-            choices_of_blocks(itertools.chain.from_iterable(placements)),
+            placement_words(
+                [[(recompute, kept) for _, recompute, kept in stage] for stage in placements]
+            ),
         ),
         step_time_s=step_s,
         step_time_low_s=low_s,
