@@ -25,18 +25,19 @@ Choice = tuple[str, str]
 
 
 def placement_words(stages: Sequence[Sequence[Choice]]) -> list[str]:
-    """Return the words of a layout for stages, of which each has the choices of its layers.
+    """Return the words for stages, of which each has the choices of its layers; none if they are
+    as many, up to one, and alike.
 
     >>> plain, full = ("none", "keep"), ("full", "keep")
     >>> placement_words([[plain, full, full], [full, full, plain]])
-    ['recompute=full']
+    []
     >>> placement_words([[plain, full, plain, plain], [plain, plain]])
     ['split=4+2', 'recompute=none+full+4xnone']
     """
     chain = list(itertools.chain.from_iterable(stages))
     blocks = [len(stage) - (at == 0) - (at == len(stages) - 1) for at, stage in enumerate(stages)]
     if len(set(chain[1:-1])) <= 1 and max(blocks, default=0) - min(blocks, default=0) <= 1:
-        return alike_words(chain[1:-1])
+        return []
     split = [f"split={_text_of_runs(map(len, stages))}"] if len(stages) > 1 else []
     usual = ("recompute", "none"), ("activations", "keep")
     return split + [
@@ -58,6 +59,17 @@ def alike_words(choices: Iterable[Choice]) -> list[str]:
     [(recompute, activations)] = each
     words = [f"recompute={recompute}"] if recompute != "none" else []
     return words + ([f"activations={activations}"] if activations != "keep" else [])
+
+
+def layout_with(layout: str, placement: Sequence[str]) -> str:
+    """Return a layout's text with words of its stages, in place of those for alike blocks.
+
+    >>> layout_with("tp=1 pp=2 recompute=full", ["split=4+2", "recompute=none+5xfull"])
+    'tp=1 pp=2 split=4+2 recompute=none+5xfull'
+    """
+    names = {word.partition("=")[0] for word in placement}
+    words = [word for word in layout.split(" ") if word.partition("=")[0] not in names]
+    return " ".join([*words, *placement])
 
 
 def _text_of_runs(values: Iterable[Hashable]) -> str:

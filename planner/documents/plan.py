@@ -22,7 +22,12 @@ from meshwright.planner.documents.axes import LAYOUT_AXES, axes_of
 from meshwright.planner.documents.cluster import Precision
 from meshwright.planner.documents.document import Document, Part, nearest
 from meshwright.planner.documents.model import BatchLeaf, ModelGraph, is_own
-from meshwright.planner.documents.placement_text import placement_words
+from meshwright.planner.documents.placement_text import (
+    Choice,
+    alike_words,
+    layout_with,
+    placement_words,
+)
 from meshwright.planner.documents.profile import CHUNK_ROWS, LOSS_WORDS, ChunkedLoss, Recompute
 from meshwright.planner.documents.training import (
     SEQUENCES,
@@ -664,11 +669,24 @@ class Plan(Document):
     @property
     def layout_text(self) -> str:
         """Layout as people write it, with what its stages have and a framework's options."""
-        stages = [
+        return layout_with(self.alike_text, self.placement)
+
+    @property
+    def alike_text(self) -> str:
+        """Layout with what all blocks recompute, if they do alike, and a framework's options."""
+        chain = [choice for stage in self._choices() for choice in stage]
+        return self.layout.text_with(self.framework, alike_words(chain[1:-1]))
+
+    @property
+    def placement(self) -> tuple[str, ...]:
+        """Words of the layout for stages that are uneven, or layers that are not alike."""
+        return tuple(placement_words(self._choices()))
+
+    def _choices(self) -> list[list[Choice]]:
+        return [
             [(layer.recompute, layer.activations) for layer in stage.layers]
             for stage in self.stages
         ]
-        return self.layout.text_with(self.framework, placement_words(stages))
 
     def with_batch(self, batch: dict[str, BatchLeaf]) -> Self:
         """Return the plan with what one sample of a batch is, in place of a length in tokens."""

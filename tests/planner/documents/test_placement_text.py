@@ -36,13 +36,14 @@ def test_words_of_random_stages_read_back_as_them() -> None:
         stages = random_stages(random.Random(seed))
         words = placement_words(stages)
         placement, others = read_placement(["tp=2", *words])
+        assert others[0] == "tp=2" and set(others[1:]) <= set(words)
         if placement is None:  # as many layers a stage, up to one, and blocks that are alike
             sizes = [len(stage) for stage in stages]
-            assert max(sizes) - min(sizes) <= 3
-            assert others == ["tp=2", *words]
+            chain = [choice for stage in stages for choice in stage]
+            assert words == [] and max(sizes) - min(sizes) <= 3 and len(set(chain[1:-1])) <= 1
             continue
         read += 1
-        pinned = dict(word.split("=") for word in others)
+        pinned = dict(word.split("=") for word in others[1:])
         names = [f"layer{at}" for at in range(sum(map(len, stages)))]
         back = placement.stages_of(
             names,
