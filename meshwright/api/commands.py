@@ -43,6 +43,7 @@ from meshwright.planner.documents import plugins as installed
 from meshwright.planner.documents.cluster import ClusterSpec, Precision
 from meshwright.planner.documents.framework import base_of
 from meshwright.planner.documents.model import BatchLeaf, ModelGraph, is_factory
+from meshwright.planner.documents.placement_text import Placement
 from meshwright.planner.documents.plan import Job, Layout, Plan, check_size
 from meshwright.planner.documents.prediction import Certificate, Prediction
 from meshwright.planner.documents.profile import Profile, Profiles
@@ -60,6 +61,7 @@ from meshwright.planner.requests.pins import (
     check_micro_batches,
     framework_beside,
     outside,
+    placement_beside,
     read_layout,
     without_effect,
 )
@@ -78,6 +80,7 @@ from meshwright.planner.search.cluster_parts import (
     search_parts,
     used_text,
 )
+from meshwright.planner.search.partition.layout_partition import plan_of_placement
 from meshwright.planner.search.plan_preference import (
     Prefer,
     alternative_row,
@@ -669,7 +672,10 @@ def _predicted(model: str, cluster: str | None, options: PredictOptions) -> Pred
     )
     wanted_layout = pinned_layout(request, idle=idle)
     check_micro_batches(layout, wanted_layout)
+    placement = placement_beside(layout)
     price = _native_price if base_of(framework) == "native" else _framework_price
+    if placement is not None:
+        price = partial(_placed_price, placement)
     request = replace(request, cluster=_used_part(machine, wanted_layout.devices))
     priced = price(request, wanted_layout).on(machine.devices, used=wanted_layout.devices)
     priced = priced.with_notes(*without_effect(pins, wanted_layout, machine))
@@ -707,6 +713,16 @@ def _native_price(request: Request, layout: Layout) -> Prediction:
     if reason is not None:
         raise DocumentError("layout", f"{layout.text()}: {reason}")
     return layout_prediction(request, layout)
+
+
+def _placed_price(placement: Placement, request: Request, layout: Layout) -> Prediction:
+    """Return what a layout takes whose text says what its stages have."""
+    if base_of(request.framework.name) == "native":
+        reason = refusal(request.model, request.cluster, request.job, layout)
+        if reason is not None:
+            raise DocumentError("layout", f"{layout.text()}: {reason}")
+    plan = plan_of_placement(request, layout, placement)
+    return _with_caveats(plan, request.model, request.cluster, request.profile)
 
 
 def _framework_price(request: Request, layout: Layout) -> Prediction:

@@ -27,6 +27,7 @@ from meshwright.planner.documents.prediction import Certificate, Prediction
 from meshwright.planner.documents.profile import Profile
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.search.answer import Alternative, Answer
+from meshwright.planner.system.progress import progress_on_stderr
 from meshwright.planner.whatif.run_study import Result
 from meshwright.planner.whatif.study import Study
 from meshwright.studies import study_command as studies
@@ -115,7 +116,8 @@ def _search(
             raise DocumentError(
                 misplaced, "goes with a function that builds a module; leave it out"
             )
-        return commands.plan(model, cluster, **of_plan)
+        with progress_on_stderr():
+            return commands.plan(model, cluster, **of_plan)
     if isinstance(options.optimizer, str):
         raise DocumentError(
             "optimizer",
@@ -126,7 +128,8 @@ def _search(
     need_torch("building a module")
     from meshwright.runtime.engine.script_module import OwnScript  # noqa: PLC0415 - needs torch
 
-    return commands.plan(OwnScript(build=model, **of_module), cluster, **of_plan)
+    with progress_on_stderr():
+        return commands.plan(OwnScript(build=model, **of_module), cluster, **of_plan)
 
 
 def tensor_styles(

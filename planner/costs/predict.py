@@ -46,7 +46,8 @@ from meshwright.planner.costs.uncertainty import (
     step_range,
 )
 from meshwright.planner.documents.model import ModelGraph, is_script
-from meshwright.planner.documents.plan import Activations, Layout, Plan, choices_of_blocks
+from meshwright.planner.documents.placement_text import alike_words, placement_words
+from meshwright.planner.documents.plan import Activations, Layout, Plan
 from meshwright.planner.documents.prediction import (
     Assumption,
     HostUse,
@@ -172,7 +173,8 @@ def _shared_prediction(plan: Plan, request: Request, placements: Sequence[Placem
     every = (assumption for prediction in each for assumption in prediction.assumptions)
     return slowest.model_copy(
         update={
-            "layout": plan.layout_text,
+            "layout": plan.alike_text,
+            "placement": plan.placement,
             "stages": fullest,
             "fits": all(prediction.fits for prediction in each),
             "host": max(
@@ -406,11 +408,13 @@ def placement_prediction(
         for of_stage, seat in zip(memory, seats.stages, strict=True)
     )
     compacted = compaction(predicted, probability) if fits else None
+    choices = [[(recompute, kept) for _, recompute, kept in stage] for stage in placements]
     prediction = Prediction(
         layout=layout.text_with(
             tables.request.framework.name,
-            choices_of_blocks(itertools.chain.from_iterable(placements)),
+            alike_words(list(itertools.chain.from_iterable(choices))[1:-1]),
         ),
+        placement=tuple(placement_words(choices)),
         step_time_s=step_s,
         step_time_low_s=low_s,
         step_time_high_s=high_s,

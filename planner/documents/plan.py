@@ -6,7 +6,7 @@ with its stages.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -22,6 +22,12 @@ from meshwright.planner.documents.axes import LAYOUT_AXES, axes_of
 from meshwright.planner.documents.cluster import Precision
 from meshwright.planner.documents.document import Document, Part, nearest
 from meshwright.planner.documents.model import BatchLeaf, ModelGraph, is_own
+from meshwright.planner.documents.placement_text import (
+    Choice,
+    alike_words,
+    layout_with,
+    placement_words,
+)
 from meshwright.planner.documents.profile import CHUNK_ROWS, LOSS_WORDS, ChunkedLoss, Recompute
 from meshwright.planner.documents.training import (
     SEQUENCES,
@@ -152,17 +158,6 @@ def loss_text(loss: ChunkedLoss | None) -> str:
     return word if loss.rows == CHUNK_ROWS else f"{word}/{loss.rows}"
 
 
-def choices_of_blocks(
-    layers: Iterable[tuple[str, Recompute, Activations]],
-) -> set[tuple[Recompute, Activations]]:
-    """Return the choices of layers that lie between the first and the last.
-
-    >>> choices_of_blocks([("a", "none", "keep"), ("b", "full", "keep"), ("c", "none", "keep")])
-    {('full', 'keep')}
-    """
-    return {(recompute, activations) for _, recompute, activations in [*layers][1:-1]}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """One configuration: degrees, ZeRO level, schedule and micro-batch.
@@ -266,23 +261,16 @@ class Layout:
         ]
         return " ".join([*parts, f"micro_batch={self.micro_batch}x{self.micro_batches}"])
 
-    def text_with(
-        self, framework: str, blocks: Collection[tuple[Recompute, Activations]] = ()
-    ) -> str:
-        """Return the layout with what also decides its figures: what its blocks recompute, if all
-        do alike, and the framework that trains by it, where it has options.
+    def text_with(self, framework: str, placement: Sequence[str] = ()) -> str:
+        """Return the layout with what also decides its figures: the words of its stages, and the
+        framework that trains by it, where it has options.
 
         >>> Layout().text_with("megatron")
         'tp=1 pp=1 dp=1 zero=0 micro_batch=1x1'
-        >>> Layout().text_with("megatron+compiled", {("full", "keep")})
+        >>> Layout().text_with("megatron+compiled", ["recompute=full"])
         'tp=1 pp=1 dp=1 zero=0 micro_batch=1x1 recompute=full megatron+compiled'
         """
-        parts = [self.text()]
-        if len(blocks) == 1:
-            [(recompute, activations)] = blocks
-            parts += [f"recompute={recompute}"] if recompute != "none" else []
-            parts += [f"activations={activations}"] if activations != "keep" else []
-        return " ".join([*parts, *([framework] if "+" in framework else ())])
+        return " ".join([self.text(), *placement, *([framework] if "+" in framework else ())])
 
     def _order_text(self) -> str:
         """Return the axes that divide anything, innermost first."""
@@ -687,13 +675,25 @@ class Plan(Document):
 
     @property
     def layout_text(self) -> str:
-        """Layout as people write it, with what all blocks recompute and a framework's options."""
-        layers = [
-            (layer.layer, layer.recompute, layer.activations)
+        """Layout as people write it, with what its stages have and a framework's options."""
+        return layout_with(self.alike_text, self.placement)
+
+    @property
+    def alike_text(self) -> str:
+        """Layout with what all blocks recompute, if they do alike, and a framework's options."""
+        chain = [choice for stage in self._choices() for choice in stage]
+        return self.layout.text_with(self.framework, alike_words(chain[1:-1]))
+
+    @property
+    def placement(self) -> tuple[str, ...]:
+        """Words of the layout for stages that are uneven, or layers that are not alike."""
+        return tuple(placement_words(self._choices()))
+
+    def _choices(self) -> list[list[Choice]]:
+        return [
+            [(layer.recompute, layer.activations) for layer in stage.layers]
             for stage in self.stages
-            for layer in stage.layers
         ]
-        return self.layout.text_with(self.framework, choices_of_blocks(layers))
 
     def with_batch(self, batch: dict[str, BatchLeaf]) -> Self:
         """Return the plan with what one sample of a batch is, in place of a length in tokens."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, Self
 
 from meshwright.planner.documents.document import Document, Part
+from meshwright.planner.documents.placement_text import layout_with
 from meshwright.planner.documents.tolerances import ROUNDING
 from meshwright.planner.documents.units import (
     Count,
@@ -112,6 +113,8 @@ class Prediction(Document):
     """Digest of the plan; None for a layout without a plan."""
     layout: Text
     """Text of the layout."""
+    placement: tuple[Text, ...] = ()
+    """Words of its text for stages that are uneven, or layers that do not recompute alike."""
     step_time_s: Finite
     """Seconds of a step."""
     step_time_low_s: Finite
@@ -189,7 +192,7 @@ class Prediction(Document):
     @property
     def layout_text(self) -> str:
         """Layout as it is shown and as `--layout` reads it, with the devices that are idle."""
-        return _beside_idle(self.layout, self.idle_devices)
+        return _beside_idle(layout_with(self.layout, self.placement), self.idle_devices)
 
     @property
     def misfit(self) -> str:

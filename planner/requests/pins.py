@@ -14,6 +14,7 @@ from meshwright.planner.documents.cluster import ClusterSpec
 from meshwright.planner.documents.document import nearest
 from meshwright.planner.documents.framework import base_of
 from meshwright.planner.documents.framework_space import Space
+from meshwright.planner.documents.placement_text import Placement, read_placement
 from meshwright.planner.documents.plan import (
     INSIDE_OUT,
     Activations,
@@ -193,7 +194,8 @@ def read_layout(text: str, allow: Sequence[str] = ()) -> tuple[Pins, int | None]
     >>> read_layout("tp=8 pp=16 dp=1 zero=0 interleaved stages=8/rank micro_batch=1x16")[0].schedule
     'interleaved'
     """
-    parts = [_as_pin(part) for part in re.split(r"[,\s]+", text.strip())]
+    _, words = read_placement(re.split(r"[,\s]+", text.strip()))
+    parts = [_as_pin(part) for part in words]
     idle = [part for part in parts if part.partition("=")[0] == "idle"]
     others = [part for part in parts if part not in idle and not _is_framework(part)]
     if len(idle) > 1:
@@ -205,6 +207,11 @@ def read_layout(text: str, allow: Sequence[str] = ()) -> tuple[Pins, int | None]
     if not value.isdecimal() or len(value) > LONGEST_NUMBER:
         raise DocumentError("layout", f"'{idle[0]:.40}': idle is no whole number; give one from 0")
     return pins, int(value)
+
+
+def placement_beside(layout: str) -> Placement | None:
+    """Return what a layout's text says of its stages, if it does."""
+    return read_placement(re.split(r"[,\s]+", layout.strip()))[0]
 
 
 def framework_beside(layout: str, framework: str) -> str:

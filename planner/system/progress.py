@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -71,6 +72,20 @@ def progress_lines(
     finally:
         _lines.reset(token)
         lines.stop()
+
+
+@contextmanager
+def progress_on_stderr(*, silent_s: float = SILENT_S) -> Iterator[None]:
+    """Write lines about what runs in here to stderr, unless a listener has them already."""
+    if _lines.get() is not None:
+        yield
+        return
+
+    def write(text: str) -> None:
+        print(f"meshwright: {text}", file=sys.stderr)
+
+    with progress_lines(write, silent_s=silent_s):
+        yield
 
 
 def running(text: str) -> AbstractContextManager[None]:

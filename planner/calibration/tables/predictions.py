@@ -17,6 +17,7 @@ from meshwright.planner.catalog import accelerators
 from meshwright.planner.costs.layout_costs import CostTables
 from meshwright.planner.costs.predict import Placement, placement_prediction
 from meshwright.planner.documents.cluster import ClusterSpec
+from meshwright.planner.documents.placement_text import alike_words
 from meshwright.planner.documents.plan import Activations, Layout, PlacedLayer, Plan, Stage
 from meshwright.planner.documents.prediction import Prediction
 from meshwright.planner.documents.profile import Recompute
@@ -219,8 +220,8 @@ def framework_prediction(request: Request, layout: Layout) -> Prediction:
             f"{request.cluster.devices}",
         )
     pins = request.pins
-    blocks = {(pins.recompute or "none", pins.activations or "keep")}
-    return setup_prediction(_of_pins(request, layout), layout.text_with("", blocks))
+    words = alike_words([(pins.recompute or "none", pins.activations or "keep")])
+    return setup_prediction(_of_pins(request, layout), layout.text_with("", words))
 
 
 def framework_plan(request: Request, layout: Layout) -> Plan:

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from meshwright.planner.costs.cut_tensors import colocated_places
+from meshwright.planner.costs.cut_tensors import colocated_places, in_order
 from meshwright.planner.costs.layout_costs import LayoutCosts, counted_by_rank
 from meshwright.planner.costs.memory.host_memory import hosts
 from meshwright.planner.costs.memory.rank_memory import room_bytes
@@ -38,6 +38,7 @@ from meshwright.planner.documents.plan import (
 from meshwright.planner.documents.plan import Stage as PlanStage
 from meshwright.planner.documents.training import Training
 from meshwright.planner.documents.units import LONGEST_S
+from meshwright.planner.errors import DocumentError
 from meshwright.planner.schedules.closed_form import pace
 from meshwright.planner.schedules.schedule import rank_of_stage, splits_backward
 from meshwright.planner.search.partition.layer_options import allowed_options
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from meshwright.planner.costs.layer_strategy import Recomputes, StrategyCost
     from meshwright.planner.documents.cluster import ClusterSpec
     from meshwright.planner.documents.model import ModelGraph
+    from meshwright.planner.documents.placement_text import Placement
     from meshwright.planner.requests.request import Request
     from meshwright.planner.solver.partition_problem import Instance, Solution
     from meshwright.planner.solver.requirements import Requirement
@@ -236,6 +238,25 @@ def stage_of(chosen: Iterable[tuple[str, StrategyCost]], group: str | None = Non
         for name, cost in chosen
     )
     return PlanStage(layers=layers, group=group)
+
+
+def plan_of_placement(request: Request, layout: Layout, placement: Placement) -> Plan:
+    """Return the plan of a layout whose text says what its stages have."""
+    if request.cluster.is_mixed:
+        raise DocumentError("cluster", "has devices that differ; predict the plan's file instead")
+    model, pins = request.model, request.pins
+    names = [name for name, _ in (in_order(model) if model.edges else model).chain]
+    choices = {"recompute": pins.recompute or "none", "activations": pins.activations or "keep"}
+    stages = tuple(
+        PlanStage(
+            layers=tuple(
+                PlacedLayer(layer=name, recompute=recompute, activations=activations)
+                for name, recompute, activations in layers
+            )
+        )
+        for layers in placement.stages_of(names, layout.stages, **choices)
+    )
+    return plan_with(request, layout, stages, step_s=1.0)
 
 
 def plan_with(
