@@ -155,15 +155,8 @@ def page(lines: Lines) -> str:
     for key, row in lines.of("machine").items():
         if "works" in row and row["works"] is not True:
             text.append(f"- {key}: {row['works']}")
-    for title, case in (
-        ("Losses on the device against the host", "equality"),
-        ("Ranks on devices of their own against one process", "ranks"),
-        ("Two ranks on one device against one process", "shared device"),
-    ):
-        rows = lines.of(case)
-        if rows:
-            text += ["", f"## {title}", "", "| plan | largest difference of a loss |", "|---|---|"]
-            text += [f"| {key} | {row['worst']:.1e} |" for key, row in rows.items()]
+    text += _equality_tables(lines)
+    text += [*_graphs_tables(lines), *_backends_table(lines)]
     for title, case in (
         ("Plans, predicted and measured", "plans"),
         ("Layouts of several devices, predicted and measured", "layouts"),
@@ -209,6 +202,66 @@ def page(lines: Lines) -> str:
     if lacking:
         text += ["", f"Not done: {', '.join(lacking)}."]
     return "\n".join([*text, ""])
+
+
+def _equality_tables(lines: Lines) -> Iterator[str]:
+    """Yield how far losses are from those of a host or one process, and gradients of a head."""
+    for title, case in (
+        ("Losses on the device against the host", "equality"),
+        ("Ranks on devices of their own against one process", "ranks"),
+        ("Two ranks on one device against one process", "shared device"),
+    ):
+        rows = lines.of(case)
+        if rows:
+            yield from (
+                "",
+                f"## {title}",
+                "",
+                "| plan | largest difference of a loss |",
+                "|---|---|",
+            )
+            yield from (f"| {key} | {row['worst']:.1e} |" for key, row in rows.items())
+    odd = {k: r for k, r in lines.of("equality").items() if "worst_gradient" in r}
+    if odd:
+        yield from (
+            "",
+            "| plan | largest difference of a gradient, of its norm | of |",
+            "|---|---|---|",
+        )
+        yield from (
+            f"| {key} | {row['worst_gradient']:.1e} | {row['worst_gradient_of']} |"
+            for key, row in odd.items()
+        )
+
+
+def _graphs_tables(lines: Lines) -> Iterator[str]:
+    """Yield whether captured micro-batches train to the same bits, and what they take."""
+    rows = lines.of("graphs")
+    if not rows:
+        return
+    yield from ("", "## Captured micro-batches", "", "| plan | same bits | replays | obstacle |")
+    yield "|---|---|---:|---|"
+    for key, row in rows.items():
+        if "equal" in row:
+            same = "yes" if row["equal"] else "NO"
+            yield f"| {key} | {same} | {row['replays']} | {row['obstacle'] or ''} |"
+    yield from ("", "| plan | step | predicted | error | obstacle |", "|---|---|---|---|---|")
+    for key, row in rows.items():
+        if "seconds" in row:
+            yield f"| {key} | {_seconds_cells(median_s(row), row)} | {row['obstacle'] or ''} |"
+
+
+def _backends_table(lines: Lines) -> Iterator[str]:
+    """Yield the seconds and the rate of each backend, or why there is none."""
+    rows = lines.of("backends")
+    if rows:
+        yield from ("", "## Backends", "", "| operator | both passes | rate |", "|---|---|---|")
+    for key, row in rows.items():
+        if "lacks" in row:
+            yield f"| {key} | {row['lacks']} | |"
+        else:
+            rate = row["flops"] / median_s(row)
+            yield f"| {key} | {seconds_text(median_s(row))} | {rate / 1e12:.3g} TFLOP/s |"
 
 
 def _several_tables(lines: Lines) -> Iterator[str]:

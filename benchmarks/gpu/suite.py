@@ -50,9 +50,11 @@ class Case:
 CASES = (
     Case(name="machine", seconds=20),
     Case(name="equality", seconds=90),
+    Case(name="graphs", seconds=90),
     Case(name="plans", seconds=240),
     Case(name="products", seconds=40),
     Case(name="kernels", seconds=40),
+    Case(name="backends", seconds=40),
     Case(name="collectives", seconds=60, devices=2),
     Case(name="ranks", seconds=120, devices=2),
     Case(name="shared device", seconds=90),

@@ -182,6 +182,21 @@ def losses(
     return found
 
 
+def gradients(
+    plan: Plan, model: ModelGraph, device: torch.device, weights: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the gradients of a plan's first step on the host, by name, from given weights."""
+    engine = token_engine(plan, model, device=device)
+    for name, value in weights.items():
+        engine.state()[name].copy_(value)
+    vocabulary = model.architecture.vocab_size if model.architecture else 256
+    shape = (plan.global_batch, plan.seq_len + 1)
+    engine.forward_backward(
+        torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(0))
+    )
+    return {name: grad.detach().float().cpu() for name, grad in engine.gradients().items()}
+
+
 def alone(call: Callable[[], Any]) -> Any:
     """Call, and leave no process group and no memory behind."""
     try:
@@ -241,7 +256,17 @@ def equality(at: Setting) -> Rows:
             here = alone(lambda: losses(on_host, model, torch.device("cpu"), weights=weights))
             there = alone(lambda: losses(plan, model, at.device, weights=weights))
             worst = max(abs(a / b - 1) for a, b in zip(there, here, strict=True))
-            return {"host": here, "device": there, "worst": worst}
+            found: Row = {"host": here, "device": there, "worst": worst}
+            if model is odd:  # where the head is multiplied in parts
+                of_host = alone(lambda: gradients(on_host, model, torch.device("cpu"), weights))
+                of_device = alone(lambda: gradients(plan, model, at.device, weights))
+                differs = {
+                    name: float((of_device[name] - grad).norm() / grad.norm())
+                    for name, grad in of_host.items()
+                }
+                name = max(differs, key=lambda at: differs[at])
+                found |= {"worst_gradient": differs[name], "worst_gradient_of": name}
+            return found
 
         named = case.text + ", odd vocabulary" * (model is odd)
         yield named + ", loss in chunks" * (loss is not None), row

@@ -17,12 +17,14 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu import suite_cases, suite_ranks
+from benchmarks.gpu import suite_backends, suite_cases, suite_graphs, suite_ranks
 from benchmarks.gpu.suite_cases import Rows, Setting
 
 RUNS: dict[str, Callable[[Setting], Rows]] = {
     "machine": suite_cases.machine,
     "equality": suite_cases.equality,
+    "graphs": suite_graphs.graphs,
+    "backends": suite_backends.backends,
     "plans": suite_cases.plans,
     "products": suite_cases.products,
     "kernels": suite_cases.kernels,

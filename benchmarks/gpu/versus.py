@@ -1,4 +1,4 @@
-"""One device, five ways to train the same model: tokens per second, peak memory, first step.
+"""One device, six ways to train the same model: tokens per second, peak memory, first step.
 
     PYTHONPATH=$PWD python benchmarks/gpu/versus.py --out DIR
     PYTHONPATH=$PWD python benchmarks/gpu/versus.py --tiny --out DIR      a dry run, on any machine
@@ -7,10 +7,10 @@ Contestants take turns (A B C A B C), each in a process of its own: `plain` is a
 transformers' class as an expert writes it (autocast to bf16 over fp32 weights, compiled blocks,
 fused AdamW, the largest micro-batch that fits), `torchtitan` its own Trainer (titan.py) and
 `trainer` transformers' with the same settings, `launch` is the plan that `meshwright plan` answers,
-run by `meshwright launch`, and `launch eager` the same plan without compiled blocks.  Model,
-samples, sequence and optimizer are the same; weights are drawn and tokens are random, or text for
-`launch`.  torchtitan and peft may be missing, or lie in a folder named by PYTHONPATH; a row says
-what is not installed.
+run by `meshwright launch`, `launch graphs` the plan with captured micro-batches, and `launch eager`
+the one without compiled blocks.  Model, samples, sequence and optimizer are the same; weights are
+drawn and tokens are random, or text for `launch`.  torchtitan and peft may be missing, or lie in a
+folder named by PYTHONPATH; a row says what is not installed.
 
 A measurement takes half a minute on a device, so that ten minutes are worth the first turn of all
 rows, without eager blocks.  Every line goes to DIR/versus.jsonl as it comes, and a further call
@@ -323,11 +323,13 @@ def first_step_s(events: Path, begin_s: float) -> float:
 
 
 EAGER = "launch eager"
+GRAPHS = "launch graphs"
 CONTESTANTS: dict[str, Callable[[Work, Setting], Line]] = {
     "plain": functools.partial(largest_that_fits, plain),
     "launch": launch,
     "torchtitan": functools.partial(largest_that_fits, torchtitan),
     "trainer": functools.partial(largest_that_fits, trainer),
+    GRAPHS: lambda work, setting: launch(work, setting, "graphs=micro_batch"),
     EAGER: lambda work, setting: launch(work, setting, "compile=none"),
 }
 
@@ -372,14 +374,15 @@ def vars_of(work: Work) -> dict[str, Any]:
 def turns(works: Sequence[Work], rounds: int) -> Iterator[tuple[Work, int, str]]:
     """Yield what is measured, in order: every row's contestants once, then all again.
 
-    Eager blocks are nobody's best and wait until all rows have the others.
+    Captured micro-batches wait until all rows have the others, and eager blocks, nobody's best,
+    until all have those.
 
     >>> [name for _, turn, name in turns(TINY_WORKS[:1], 2) if turn == 1][:2]
     ['plain', 'launch']
     """
-    compared = [name for name in CONTESTANTS if name != EAGER]
+    compared = [name for name in CONTESTANTS if name not in (GRAPHS, EAGER)]
     for turn in range(rounds):
-        for names in (compared, [EAGER]):
+        for names in (compared, [GRAPHS], [EAGER]):
             for work, name in itertools.product(works, names):
                 yield work, turn, name
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 from meshwright.runtime.core import pinned_memory as host
-from tests.cuda.streams import WORLD, Event, Stream, is_pinned, pin
+from tests.cuda.streams import WORLD, Event, Graph, Stream, captured, is_pinned, pin
 
 MEMORY_BYTES = 80 * 10**9
 FIGURES = {
@@ -59,6 +59,9 @@ def fake_cuda() -> Iterator[None]:
         "Stream": Stream,
         "Event": Event,
         "stream": WORLD.on,
+        "CUDAGraph": Graph,
+        "graph": captured,
+        "graph_pool_handle": lambda: (0, 1),
         "current_stream": lambda device=None: WORLD.current(),
         "default_stream": lambda device=None: WORLD.default,
         "synchronize": WORLD.everything_done,

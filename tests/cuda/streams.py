@@ -111,29 +111,38 @@ class World:
     def begin(self) -> None:
         self.host = Stream(name="host")
         self.default = Stream(name="default")
-        self._local = threading.local()
+        self._main = threading.get_ident()
+        self._streams: dict[int, Stream] = {}
+        """The stream of each thread; autograd's own go by that of the thread that waits for it."""
+        self.capturing: Graph | None = None
         self.uses: dict[int, Use] = {}
         self.races: list[str] = []
         self.syncs: list[str] = []
         self.products: dict[str, set[str]] = {}
-        self.crossings = 0
+        self.replays = self.crossings = 0
         """Reads of what another stream wrote."""
 
     def current(self) -> Stream:
-        return getattr(self._local, "stream", self.default)
+        streams = self._streams
+        return streams.get(threading.get_ident()) or streams.get(self._main) or self.default
 
     @contextlib.contextmanager
     def on(self, stream: Stream | None) -> Iterator[None]:
-        before = self.current()
-        self._local.stream = stream or before
+        thread = threading.get_ident()
+        before = self._streams.get(thread)
+        self._streams[thread] = stream or self.current()
         try:
             yield
         finally:
-            self._local.stream = before
+            del self._streams[thread]
+            if before is not None:
+                self._streams[thread] = before
 
     def synced(self, what: str, clock: dict[str, int]) -> None:
         self.host.behind(clock)
         self.syncs.append(f"{what} at {where()}")
+        if self.capturing is not None:
+            self._race(f"{what} inside of a capture")
 
     def everything_done(self, *_: Any) -> None:
         merged = {self.default.name: self.default.clock[self.default.name]}
@@ -144,6 +153,9 @@ class World:
 
     def work(self, name: str, stream: Stream, reads: list[Tensor], writes: list[Tensor]) -> None:
         """Queue one operator on a stream, and look at what it stands behind."""
+        if self.capturing is not None:
+            self.capturing.take(name, stream, reads, writes)
+            return
         stream.behind(self.host.clock)
         at = stream.clock[stream.name] = stream.clock[stream.name] + 1
         for tensor in reads:
@@ -197,6 +209,37 @@ class World:
 
     def _race(self, text: str) -> None:
         self.races.append(f"{text}, at {where()}")
+
+
+class Graph:
+    """Work that was captured, whose memory is its own, and that runs where it is replayed."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self._works: list[tuple[str, list[Tensor], list[Tensor]]] = []
+        self._stream: Stream | None = None
+
+    def take(self, name: str, stream: Stream, reads: list[Tensor], writes: list[Tensor]) -> None:
+        if stream is not self._stream:
+            WORLD.races.append(f"{name} on {stream.name} inside of a capture, at {where()}")
+        self._works.append((name, reads, writes))
+
+    def replay(self) -> None:
+        WORLD.replays += 1
+        for name, reads, writes in self._works:
+            WORLD.work(name, WORLD.current(), reads, writes)
+
+
+@contextlib.contextmanager
+def captured(graph: Graph, pool: object, stream: Stream, capture_error_mode: str) -> Iterator[None]:
+    """Take what is queued on a stream into a graph; it does not run."""
+    assert pool is not None and capture_error_mode == "thread_local"
+    WORLD.everything_done()
+    with WORLD.on(stream):
+        WORLD.capturing, graph._stream = graph, stream
+        try:
+            yield
+        finally:
+            WORLD.capturing = None
 
 
 WORLD = World()

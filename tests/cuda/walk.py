@@ -45,7 +45,7 @@ FIGURES = {
     "ffn_size": 96,
     "layers": 2,
 }
-CHOICES = ("loss", "compile", "prefetch", "reshard_after_forward", "tensor_overlap")
+CHOICES = ("loss", "compile", "graphs", "prefetch", "reshard_after_forward", "tensor_overlap")
 Path = Callable[[], None]
 
 
@@ -226,6 +226,20 @@ PATHS: dict[str, Path] = {
     "a library's layers": stepped(family="llama", layers=1),
     "one device, bf16": stepped(precision="bf16", steps=2),
     "one device, fp16": stepped(precision="fp16"),
+    "graphs": stepped(
+        graphs="micro_batch",
+        precision="bf16",
+        recompute=("none", "selective"),
+        steps=3,
+        loss=ChunkedLoss(rows=100),
+    ),
+    "graphs, compiled": stepped(graphs="micro_batch", compile="block", precision="fp16", steps=3),
+    "graphs, a library's layers": stepped(
+        graphs="micro_batch", family="llama", layers=1, recompute="full", steps=3
+    ),
+    "graphs, replicas": stepped(
+        graphs="micro_batch", data_replicate=2, precision="bf16", steps=3, layers=1
+    ),
     "offloaded activations": stepped(activations="offload", precision="bf16", steps=2),
     "compressed activations": stepped(activations="compress"),
     "selective, offloaded": stepped(recompute="selective", activations="offload"),
@@ -314,6 +328,8 @@ PATHS: dict[str, Path] = {
 }
 
 COVERED = (
+    "graphs, compiled",
+    "graphs, a library's layers",
     "one device, fp16",
     "profile: layers in fp16",
     "profile: layers in fp32",
@@ -355,6 +371,7 @@ def walked(path: Path) -> dict[str, Any]:
         "syncs": dict(Counter(WORLD.syncs)),
         "races": dict(Counter(WORLD.races)),
         "crossings": WORLD.crossings,
+        "replays": WORLD.replays,
         "products": {name: sorted(types) for name, types in WORLD.products.items()},
         "seconds": time.process_time() - begin_s,
     }

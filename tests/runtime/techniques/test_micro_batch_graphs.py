@@ -35,11 +35,11 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trained(
-    plan: Plan, family: str, graphs: str
+    plan: Plan, family: str, graphs: str, device: torch.device = CPU
 ) -> tuple[list[float], dict[str, Tensor], MicroBatchGraphs | None]:
     """Return the losses of some steps, with what is trained, and the graphs."""
     model = cases.transformer(family, layers=2)
-    engine = token_engine(plan.model_copy(update={"graphs": graphs}), model, device=CPU)
+    engine = token_engine(plan.model_copy(update={"graphs": graphs}), model, device=device)
     own = plan.samples_of(engine.slice_rank)
     losses: list[float] = []
     for step in range(STEPS):
@@ -92,6 +92,25 @@ def check(family: str, layout: dict[str, Any], more: dict[str, Any]) -> None:
     assert losses == plain
     assert state.keys() == expected.keys()
     assert all(torch.equal(value, expected[name]) for name, value in state.items())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", [*ROWS, *MORE])
+@pytest.mark.parametrize("compiles", ["none", "block"])
+def test_graphs_of_a_device_train_to_the_same_bits(name: str, compiles: str) -> None:
+    family, layout, more = ROWS.get(name) or MORE[name]
+    plan = cases.plan(cases.transformer(family, layers=2), **layout)
+    plan = plan.model_copy(update={**more, "compile": compiles})
+    cuda = torch.device("cuda", 0)
+
+    losses, state, graphs = trained(plan, family, "micro_batch", cuda)
+
+    plain, expected, _ = trained(plan, family, "none", cuda)
+    assert losses == plain
+    assert all(torch.equal(value, expected[name]) for name, value in state.items())
+    assert graphs is not None
+    assert graphs.obstacle is None or graphs.replays == 0
 
 
 def test_adapters_train_to_the_same_bits() -> None:
