@@ -394,7 +394,7 @@ def main() -> None:
     }
     result = {
         "date": datetime.date.today().isoformat(),
-        "command": "python benchmarks/runtime_overhead.py",
+        "command": f"python benchmarks/runtime_overhead.py --runs {options.runs} --pairs {options.pairs}",
         "load": [before, os.getloadavg()[0]],
         "runs": options.runs,
         "pairs": options.pairs,

@@ -17,6 +17,7 @@ import copy
 import dis
 import functools
 import itertools
+import operator
 import random
 import sys
 import types
@@ -29,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
+from torch.utils._pytree import tree_leaves
 
 from meshwright.planner.errors import RecordError
 
@@ -64,18 +66,47 @@ def deepcopy_module(module: nn.Module, memo: dict[int, Any] | None = None) -> nn
                 made = nn.Parameter(made, requires_grad=tensor.requires_grad)
             memo[id(tensor)] = made
     for part in module.modules():  # what a hook makes anew before each forward (weight_norm)
-        for value in vars(part).values():
+        for value in tree_leaves(list(vars(part).values())):
             if isinstance(value, Tensor) and not value.is_leaf:
                 memo.setdefault(id(value), value.detach().clone())
     for generator in _ReachableObjects((module,)).generators:
         memo[id(generator)] = generator.clone_state()
     try:
-        return copy.deepcopy(module, memo)
+        twin = copy.deepcopy(module, memo)
     except Exception as error:
         raise RecordError(
             f"{type(module).__name__} cannot be copied ({type(error).__name__}: {error}), and a "
             "copy is tried before it trains; keep what cannot be copied outside the module"
         ) from error
+    for part in twin.modules():  # hooks are in dicts of the module
+        tables = [vars(part), *(each for each in vars(part).values() if isinstance(each, dict))]
+        for table in tables:
+            functions = [key for key, value in table.items() if type(value) is types.FunctionType]
+            table.update({key: _rebound(table[key], memo) for key in functions})
+    return twin
+
+
+def _rebound(function: types.FunctionType, memo: dict[int, Any]) -> types.FunctionType:
+    """Return a function whose variables are copies where they were copied: a hook with `self`."""
+    cells = []
+    for cell in function.__closure__ or ():
+        inner = cell.cell_contents if _has_contents(cell) else None
+        if type(inner) is types.FunctionType and id(inner) not in memo:
+            memo[id(inner)] = inner  # it may name itself
+            memo[id(inner)] = _rebound(inner, memo)
+        twin = memo.get(id(inner), inner)
+        cells.append(cell if twin is inner else types.CellType(twin))
+    if all(map(operator.is_, cells, function.__closure__ or ())):
+        return function
+    twin = types.FunctionType(
+        function.__code__,
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        tuple(cells),
+    )
+    twin.__kwdefaults__ = function.__kwdefaults__
+    return twin
 
 
 @contextlib.contextmanager

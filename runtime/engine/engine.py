@@ -777,8 +777,10 @@ class Engine:
             if self._keeper is not None:
                 self._keeper.begin_step()
             self._begun_s = time.perf_counter()
-        if self._watch is not None and self._watch.has_moved():
-            self._optimizers.follow()
+        if self._watch is not None:
+            with self._passes.refusing_on_all_ranks():
+                if self._watch.has_moved():
+                    self._optimizers.follow()
         self._optimizers.show()
         self._rescale()
         with self._loss_context():

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves, tree_map, tree_structure, tree_unflatten
 
 from meshwright.planner.documents.plan import Plan
-from meshwright.planner.errors import BatchError, LaunchError, RecordError
+from meshwright.planner.errors import BatchError, LaunchError, MeshwrightError
 from meshwright.planner.schedules import schedule, schedule_of
 from meshwright.runtime.core import batches
 from meshwright.runtime.core import pinned_memory as host
@@ -220,12 +220,11 @@ class StepPasses:
         if self._recorder is None:
             return
         for part in self._parts if self._plan.mesh.pipeline > 1 else ():
-            try:
+            with self.refusing_on_all_ranks():
                 part.recorded.follow()
-            except RecordError as error:
-                part.module.failure = error
         before = self._recorder.renewals
-        self._recorder.renew(batch)
+        with self.refusing_on_all_ranks():
+            self._recorder.renew(batch)
         if self._recorder.renewals > before and schedule_of(self._plan.schedule).stale:
             raise LaunchError(
                 f"schedule: is {self._plan.schedule}, which ends the backward of a step in the "
@@ -270,7 +269,10 @@ class StepPasses:
         print_of_rank = [fed, batches.shape_print(batch)]
         if due:
             print_of_rank.append(batches.fingerprint(batch))
-        every = all_gather_json(print_of_rank)
+        is_well = all(part.module.failure is None for part in self._parts)
+        every = all_gather_json(print_of_rank if is_well else None)
+        if None in every:
+            self._refuse_failed()
         if gathers and (other := next((s for s in every if s[1] != every[0][1]), None)):
             raise BatchError(
                 f"batch: slices {every[0][0]} and {other[0]} have samples of different shapes, and "
@@ -301,6 +303,16 @@ class StepPasses:
                 "global batch, or divide the data by engine.slice_rank and engine.slices "
                 "(DistributedSampler(data, rank=engine.slice_rank, num_replicas=engine.slices))"
             )
+
+    @contextlib.contextmanager
+    def refusing_on_all_ranks(self) -> Iterator[None]:
+        """Let what a pipeline's rank refuses wait until all ranks have it, before the forward."""
+        try:
+            yield
+        except MeshwrightError as error:
+            if self._plan.mesh.pipeline == 1:
+                raise
+            self._parts[0].module.fail(error)
 
     def _take_failure(self) -> Exception | None:
         """Return the first error of this rank's forwards since the last time."""
@@ -646,7 +658,7 @@ class StepPasses:
         if seed is not None:  # to keep and to put them back costs more than to seed them
             self._numbers = self._numbers or PythonNumbers()
             seed_python(unit_seed(seed, LOSS))
-        with seed_draws(seed, LOSS, self._device):
+        with seed_draws(seed, LOSS, self._device), _naming_divided():
             returned = self._loss(outputs, micro.batch)
         is_mean = isinstance(returned, Tensor) and not micro.local
         loss_sum = loss_sum_of(returned, batches.samples_in(micro.batch) if is_mean else None)
@@ -785,6 +797,20 @@ def _obstacle_to_graphs(part: Staged) -> str | None:
     if part.plan.mesh.devices > part.plan.mesh.data_replicate:
         return "ranks communicate inside of a pass"
     return None
+
+
+@contextlib.contextmanager
+def _naming_divided() -> Iterator[None]:
+    """Say in words that a loss reads a parameter of which this rank has a part."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise LaunchError(
+            "loss: computes with a parameter that ranks divide; read it in forward and return what "
+            "the loss needs of it, or use a plan without ZeRO and tensor axis"
+        ) from error
 
 
 def _zeros(batch: Any) -> Any:

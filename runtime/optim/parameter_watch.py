@@ -1,16 +1,17 @@
 """Watch over changes of parameters between two steps: they are followed, or refused by name.
 
-    watch = ParameterWatch(module, slots, frozen)
+    watch = ParameterWatch(modules, slots)
     if watch.has_moved():                    # p.data = new: the optimizers follow
         optimizers.follow()
 
 A parameter that was replaced has no optimizer, and one that ranks divide has its values in memory
-that `p.data = new` does not reach: both would train on without what the loop meant.
+that `p.data = new` does not reach: both would train on without what the loop meant.  A module that
+was put elsewhere, added or removed has a state under other names than those that are saved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Never
 
 from torch import nn
@@ -34,11 +35,12 @@ class ParameterWatch:
         self._frozen = [(n, p) for n, p in named.values() if not p.requires_grad]
         self._places = [
             (f"{path}.{key}".removeprefix("."), part._parameters, key, parameter)
-            for module in modules
-            for path, part in module.named_modules()
+            for path, part in _parts_of(modules)
             for key, parameter in part._parameters.items()
             if parameter is not None
         ]
+        tables = {id(part._modules): (path, part._modules) for path, part in _parts_of(modules)}
+        self._children = [(path, table, dict(table)) for path, table in tables.values() if table]
         self._hooks = [(slot.name, slot.parameter, _hook_count(slot.parameter)) for slot in slots]
         self._plain = [slot.parameter for slot in slots if not isinstance(slot.parameter, DTensor)]
         every = [*((slot.name, slot.parameter) for slot in slots), *self._frozen]
@@ -81,6 +83,9 @@ class ParameterWatch:
                     "has it; give the one that is there other values, under torch.no_grad(): "
                     "parameter.copy_(new)"
                 )
+        for path, modules, children in self._children:
+            if modules != children:
+                _refuse_modules(path, modules, children)
         for name, parameter, storage in self._divided:
             if parameter.untyped_storage()._cdata != storage:
                 raise LaunchError(
@@ -96,6 +101,28 @@ class ParameterWatch:
         self._frozen_addresses = frozen
         forget_absent_memory()
         return has_moved
+
+
+def _parts_of(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield all parts of some modules with their paths."""
+    for module in modules:
+        yield from module.named_modules()
+
+
+def _refuse_modules(
+    path: str, now: Mapping[str, nn.Module | None], then: Mapping[str, nn.Module | None]
+) -> None:
+    """Refuse other modules below a path, where one that moved, came or went has a state."""
+    for key in (*then, *now):
+        pair = then.get(key), now.get(key)
+        parts = [part for part in pair if part is not None]
+        if pair[0] is not pair[1] and any(part.state_dict() for part in parts):
+            raise LaunchError(
+                f"{path}.{key}: ".removeprefix(".")
+                + "is another module than when the Engine was made, while optimizers and "
+                "checkpoints have its state under this name; build all modules at first, and let "
+                "forward choose among them by an attribute"
+            )
 
 
 def refuse_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:

@@ -602,7 +602,8 @@ def _sizes_by_values(operator: Any, args: Sequence[Any]) -> bool:
     if operator is torch.ops.aten.index.Tensor:
         masks = (at for at in args[1] if at is not None)
         return any(at.dtype in (torch.bool, torch.uint8) for at in masks)
-    return torch.Tag.dynamic_output_shape in operator.tags
+    packs = operator is torch.ops.aten._pack_padded_sequence.default
+    return packs or torch.Tag.dynamic_output_shape in operator.tags
 
 
 def _made_by_unit(output: Any, given: Sequence[Tensor], trains: bool) -> Any:

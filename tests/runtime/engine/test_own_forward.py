@@ -12,6 +12,7 @@ import copy
 import functools
 import random
 import re
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -294,6 +295,7 @@ WIDER: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def all_of(kind: str, layout: str) -> dict[str, Training]:
+    warnings.filterwarnings("ignore", "mesh.tensor: is 2, and no module can be divided")
     return {name: planned(kind, name, WIDER[layout][1]) for name in WAYS[kind]}
 
 
@@ -325,6 +327,22 @@ def replaced_parameter(layout: dict[str, Any]) -> str:
 
 def test_a_parameter_that_no_optimizer_has_is_refused_before_an_update() -> None:
     assert replaced_parameter({}).startswith("blocks.0.weight: is another parameter")
+
+
+@pytest.mark.parametrize("change", ["swaps", "adds", "removes"])
+def test_a_module_that_moved_is_refused_before_an_update(change: str) -> None:
+    modules = [Net()]
+    engine = Engine(lambda: modules[0], {}, loss=squares, optimizer=sgd, batch=batch_of(0))
+    blocks = modules[0].blocks
+    if change == "swaps":
+        blocks[0], blocks[2] = blocks[2], blocks[0]
+    elif change == "adds":
+        blocks.append(nn.Linear(WIDTH, WIDTH))
+    else:
+        del blocks[2]
+
+    with pytest.raises(LaunchError, match=r"blocks\.\d: is another module than when"):
+        engine.step(batch_of(0))
 
 
 def copied(layout: dict[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """Ways in which a training loop, or the backward of a forward, makes a step unlike those before.
 
-Gradient reversal (Ganin), memory banks (Wu), Switch capacity (Fedus), deep supervision (Lee),
+Gradient reversal (Ganin), Grad-CAM (Selvaraju), memory banks (Wu), Switch capacity (Fedus), deep supervision (Lee),
 gradients clipped where they pass by, alternating and frozen parts, teachers bound anew.
 """
 
@@ -167,7 +167,24 @@ class Capacity(Net):
         return out
 
 
+class Seen(Net):
+    """A hook that keeps what a block makes, in a table of the module (Grad-CAM)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, Tensor] = {}
+        self.blocks[0].register_forward_hook(lambda _, __, out: self.seen.update(first=out))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.features(x), self.seen["first"]
+
+
+def of_seen(out: Any, batch: Any) -> Tensor:
+    return entropy(out[0], batch) + 0.1 * out[1].abs().mean()
+
+
 WAYS = {
+    "seen by a hook": Way(Seen, of_seen, batches=rows),
     "gradient reversal": Way(Adversarial, of_both, batches=rows, before=raise_share),
     "alternating": Way(Alternating, entropy, trains=ON_RANKS, batches=rows, before=rest),
     "toggled": Way(Net, entropy, batches=rows, before=toggle),
