@@ -4,7 +4,8 @@ Parts have some nodes, and some devices of each.  One number of devices may divi
 or heads where another does not, and links between nodes may cost more than the nodes bring.  Parts
 are looked at in the order of a bound that depends on their number of devices alone
 (planner.search.bounds.device_counts), the whole cluster among them: once a plan is known, most fall
-to that.  What is left falls to the bounds of its configurations, or is searched like the whole.
+to that.  What is left falls to bounds of its configurations in simulated seconds, or is searched
+like the whole where one of its plans is faster.
 
 Devices of a CPU are processes, of which the user says how many there are.  Of several groups of
 devices every set is a part too, and every part of each group alone (planner.search.group_sets).
@@ -47,7 +48,7 @@ from meshwright.planner.search.proof_budget import BRIEF, NEAR, USUAL, Effort, G
 from meshwright.planner.search.queue import Queue
 from meshwright.planner.search.search import MARGIN, check_request, no_plan, search, spaces_of
 from meshwright.planner.search.spaces.chain import ChainSpace
-from meshwright.planner.search.spaces.simulated_chain import SimulatedChain, Spent
+from meshwright.planner.search.spaces.simulated_chain import SimulatedChain, Spent, look_among
 from meshwright.planner.system.gc_pause import pause_collector
 
 if TYPE_CHECKING:
@@ -329,9 +330,9 @@ class _PartSearch:
             return
         candidates = self._may_be_faster(part, part.degrees)
         del self._spaces[part.request.cluster_name]
-        if self.best is not None:
+        if self.best is not None and not part.request.model.edges:
             bound_s = self._bound_s(part, candidates)
-            if bound_s >= self.limit_s(part):
+            if bound_s is not None:
                 self._add_bound(part, bound_s)
                 return
         self.search(part, searched, candidates)
@@ -379,16 +380,36 @@ class _PartSearch:
                 if quick.prediction.step_time_s < limit_s * (1 + NEAR):
                     self.search(part, searched)
 
-    def _bound_s(self, part: ClusterPart, candidates: Sequence[Candidates]) -> float:
-        """Return what no plan of a part takes less than, as far as that matters beside the best."""
-        goal = SimulatedStepGoal(self._best_on(part), BOUNDED)
-        if part.request.model.edges and candidates:
-            return part.bound_s
+    def _bound_s(self, part: ClusterPart, candidates: Sequence[Candidates]) -> float | None:
+        """Return what no plan of a part takes less than; None where one is faster than the best.
+
+        First come bounds alone, then plans of the layouts that are likely to be faster, then the
+        further proof, which ends at the lowest bound of the other parts: all have one certificate.
+        """
+        best = self._best_on(part)
+        goal = SimulatedStepGoal(best, BOUNDED)
         queue, spent = Queue(goal), Spent()
         queue.run(*(SimulatedChain(ChainSpace(of), goal, spent, 0.0) for of in candidates))
         lowest = queue.lowest()
+        if lowest is not None and not goal.exceeds(lowest.bound_s):
+            look_among(goal, queue.rest(), self.effort)
+            low = 1 - min(self.bounds, default=0.0) / (
+                goal.step_s * self.rate(part.request.cluster)
+            )
+            goal.take(self._beside(part, max(low, self.effort.gap)))
+            queue.run()
+            lowest = queue.lowest()
+        if goal.best is not best:
+            return None
         bound_s = goal.step_s if lowest is None else min(goal.step_s, lowest.bound_s)
         return max(part.bound_s, bound_s)
+
+    def _beside(self, part: ClusterPart, gap: float = 0.0) -> Effort:
+        """Return the effort for a part beside a plan that is known, to end at a gap."""
+        effort = replace(self.effort, gap=max(gap, self.effort.gap))
+        if self.effort is USUAL and not part.whole:
+            effort = replace(effort, solved=SOLVED, programs=PROGRAMS)
+        return effort
 
     def _below_s(self, part: ClusterPart) -> float:
         """Return what the closed form has to be below to be worth a simulation."""
@@ -415,9 +436,8 @@ class _PartSearch:
         `candidates` are all of it that may be faster than the best that is known.
         """
         has_all = not candidates or self.best is None
-        effort, limit_s = self.effort, self.limit_s(part)
-        if self.best is not None and effort is USUAL and not part.whole:
-            effort = replace(effort, solved=SOLVED, programs=PROGRAMS)
+        limit_s = self.limit_s(part)
+        effort = self.effort if self.best is None else self._beside(part)
         try:
             fastest = searched(
                 part.request,

@@ -195,7 +195,7 @@ class SimulatedStepGoal(SearchGoal):
         self, best: Ranked, effort: Effort, gap_progress: GapProgress | None = None
     ) -> None:
         self.best = best
-        self.effort = effort
+        self.effort: Effort
         """Effort that may be taken now."""
         self.found: list[tuple[Any, Ranked]] = []
         """Plans that fit, each with the space that simulated it."""
@@ -203,8 +203,13 @@ class SimulatedStepGoal(SearchGoal):
         """True if the lowest entry may not be bounded further."""
         self.closed = False
         """True if the gap is as small as it is asked to be."""
-        self._efforts = effort.further or effort, effort
         self._gap_progress = gap_progress
+        self.take(effort)
+
+    def take(self, effort: Effort) -> None:
+        """Take an effort from now on, of which what was spent is a part."""
+        self.effort = effort
+        self._efforts = effort.further or effort, effort
 
     @property
     def step_s(self) -> float:

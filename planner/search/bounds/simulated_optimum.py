@@ -846,8 +846,15 @@ class Program:
         nodes: int,
         iterations: int,
     ) -> float:
-        """Return the least step, or `limit_s` if that is less; without `tried` of mixed columns."""
+        """Return the least step, or `limit_s` if that is less; without `tried` of mixed columns.
+
+        With `tried` a row θ + ω <= limit keeps out what does not beat it: HiGHS looks for no other.
+        """
         self._highs.setOptionValue("mip_max_nodes", nodes)
+        below = self._highs.getNumRow()
+        if tried:
+            number = len(self._columns)
+            self.row(-self._infinite, self._units(limit_s), [number, number + 1], [1.0, 1.0])
         # Work, not seconds: a machine that is busy finds the same.
         most = min((ROUND if tried else 1) * iterations, MOST_ITERATIONS)
         self._highs.setOptionValue("simplex_iteration_limit", most)
@@ -879,6 +886,7 @@ class Program:
                 if whole and tried:
                     values[: len(self._columns)] = values[: len(self._columns)].round()
                     limit_s = min(limit_s, tried(self.solution(values)))
+                    self._highs.changeRowBounds(below, -self._infinite, self._units(limit_s))
                 if not self._cut_off(values):
                     break
                 if iterations < 0:
@@ -901,6 +909,10 @@ class Program:
         )
         hops = sum(share * path.hops for share, (_, path) in zip(shares, self._paths, strict=True))
         return PathWeights(np.asarray(visits), np.asarray(hops), ends)
+
+    def _units(self, limit_s: float) -> float:
+        """Return what θ + ω is of a step of some seconds, at most."""
+        return (limit_s - self._step_s) / self._unit_s * (1 + CLOSE)
 
     def _proven_s(self, value: float) -> float:
         return value * self._unit_s * (1 - CLOSE) + self._step_s

@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import TYPE_CHECKING
@@ -358,19 +358,15 @@ def look_near(spaces: Sequence[SimulatedChain], home: SimulatedChain, best: Rank
     and order alone the one with the least bound stands for all.
     """
     goal = home.goal
-    alike: dict[tuple[object, ...], tuple[float, SimulatedChain, Layout]] = {}
-    for space in spaces:
-        others = space.other_schedules(best.plan.layout) if space is home else []
-        for layout, bound_s in (*space.opened_layouts(), *others):
-            sizes = layout.micro_batch, layout.loss, layout.zero > 2
-            key = space, timetable(layout), kind(layout), *sizes
-            worse = key in alike and alike[key][0] <= bound_s
-            if layout.pipeline == 1 or worse or bound_s >= goal.limit_s:
-                continue
-            if space.candidates.pins.allow(layout) and space.refusal(layout) is None:
-                alike[key] = bound_s, space, layout
-    likely = heapq.nsmallest(goal.effort.likely, alike.values(), key=itemgetter(0))
-    _try_in_turn(goal, [(space.estimate_s(layout), space, layout) for _, space, layout in likely])
+    bounded = [
+        (bound_s, space, layout)
+        for space in spaces
+        for layout, bound_s in (
+            *space.opened_layouts(),
+            *(space.other_schedules(best.plan.layout) if space is home else []),
+        )
+    ]
+    _look_among(goal, bounded, goal.effort)
     # The best that is known may be a plan of another part of the cluster, which is none of here.
     owner, fastest = min(
         ((home, best), *goal.found), key=lambda plan: plan[1].prediction.step_time_s
@@ -380,8 +376,38 @@ def look_near(spaces: Sequence[SimulatedChain], home: SimulatedChain, best: Rank
         owner.polish(layout)
 
 
+def look_among(goal: SimulatedStepGoal, waiting: Iterable[QueueEntry], effort: Effort) -> None:
+    """Solve and simulate the layouts that wait and are likely to be faster than the best."""
+    layouts = [
+        (entry.bound_s, entry.space, entry.item)
+        for entry in waiting
+        if isinstance(entry.item, Layout) and isinstance(entry.space, SimulatedChain)
+    ]
+    _look_among(goal, layouts, effort)
+
+
+def _look_among(
+    goal: SimulatedStepGoal,
+    bounded: Iterable[tuple[float, SimulatedChain, Layout]],
+    effort: Effort,
+) -> None:
+    """Do so for some layouts with their bounds."""
+    alike: dict[tuple[object, ...], tuple[float, SimulatedChain, Layout]] = {}
+    for bound_s, space, layout in bounded:
+        sizes = layout.micro_batch, layout.loss, layout.zero > 2
+        key = space, timetable(layout), kind(layout), *sizes
+        worse = key in alike and alike[key][0] <= bound_s
+        if layout.pipeline == 1 or worse or bound_s >= goal.limit_s:
+            continue
+        if space.candidates.pins.allow(layout) and space.refusal(layout) is None:
+            alike[key] = bound_s, space, layout
+    likely = heapq.nsmallest(effort.likely, alike.values(), key=itemgetter(0))
+    estimates = [(space.estimate_s(layout), space, layout) for _, space, layout in likely]
+    _try_in_turn(goal, estimates, effort.tried)
+
+
 def _try_in_turn(
-    goal: SimulatedStepGoal, estimates: list[tuple[float, SimulatedChain, Layout]]
+    goal: SimulatedStepGoal, estimates: list[tuple[float, SimulatedChain, Layout]], most: int
 ) -> None:
     """Simulate layouts by their estimates, each as far off as the last one of its schedule."""
     off: dict[str, float] = {}
@@ -389,7 +415,7 @@ def _try_in_turn(
     def expected_s(entry: tuple[float, SimulatedChain, Layout]) -> float:
         return entry[0] * off.get(entry[2].schedule, 1 - NEAR / 2)
 
-    for _ in range(min(goal.effort.tried, len(estimates))):
+    for _ in range(min(most, len(estimates))):
         first = min(estimates, key=expected_s)
         if expected_s(first) >= goal.limit_s:
             return
