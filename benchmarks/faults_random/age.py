@@ -1,6 +1,7 @@
 """Seconds of a recovery, and bytes of records, of a run that has many steps behind it.
 
     python -m benchmarks.faults_random.age --steps 1000000    # five minutes
+    python -m benchmarks.faults_random.age --records FOLDER   # where records are made, or are there
 
 Two runs of one model on two ranks: one is new, and one has so many steps behind it.  That one goes
 on from a checkpoint whose number is changed, with the records of as many steps, which the runtime's
@@ -80,8 +81,8 @@ class AgedRun:
                 stderr=log,
             )
 
-    def make_old(self) -> None:
-        """Change the number of its checkpoint, and write the records of the steps before."""
+    def make_old(self, records: Path) -> None:
+        """Change the number of its checkpoint, and have the records of the steps before."""
         saved = checkpoint.newest(self.saves)
         assert saved is not None
         done = checkpoint.progress(saved)
@@ -91,7 +92,9 @@ class AgedRun:
         old = done.model_copy(update=number)
         (saved / "meta.json").write_text(checkpoint._meta(old))
         saved.rename(saved.with_name(f"step-{self._age:06}"))
-        write_records(self.output, self._age)
+        for file in self.output.glob("*.jsonl"):
+            file.unlink()
+        shutil.copytree(records, self.output, dirs_exist_ok=True)
 
     def record_bytes(self) -> int:
         files = [*self.output.glob("*.jsonl"), *(self.output / "records").rglob("*")]
@@ -152,8 +155,7 @@ class AgedRun:
 def write_records(output: Path, steps: int) -> None:
     """Write the records of so many steps, by the runtime's own types and rotation."""
     events, metrics = run_folder.events_file(output), run_folder.metrics_file(output)
-    events.unlink(missing_ok=True)
-    metrics.unlink(missing_ok=True)
+    output.mkdir()
     rng, rotation, now_s = random.Random(0), Rotation(events, metrics), 0.0
     unix_s = NOW_UNIX_S
     run_folder.append_record(Attempt(at_unix_s=unix_s, plan="sha256:1", devices=2), events)
@@ -192,10 +194,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=1_000_000, help="behind the old run")
     parser.add_argument("--kills", type=int, default=5, help="of ranks, in each run")
+    parser.add_argument("--records", type=Path, help="folder of the old run's, kept for the next")
     args = parser.parse_args()
     have_own_memory()
     with tempfile.TemporaryDirectory(prefix="age-") as name:
         lab = Lab(Path(name))
+        records = args.records or Path(name) / "records"
+        if not records.exists():
+            write_records(records, args.steps)
         middle = {}
         for title, age in (("new", 0), ("old", args.steps)):
             run = AgedRun(lab, KIND, title, age)
@@ -203,7 +209,7 @@ def main() -> int:
             if first.wait():
                 raise SystemExit((run.folder / "log").read_text()[-2000:])
             if age:
-                run.make_old()
+                run.make_old(records)
                 print(f"records of {age} steps: {run.record_bytes() / 1e6:.1f} MB")
             seconds = run.recoveries_s(args.kills)
             middle[title] = statistics.median(seconds)

@@ -640,6 +640,9 @@ class Run:
     def _ended_well(self) -> bool:
         statuses = [launcher.returncode for launcher in self._launchers.values()]
         self.statuses += statuses
+        for launcher in self._second:
+            # One that came when the run had ended waits for the other nodes, as it should.
+            launcher.terminate()
         self._check_gone()
         self._look()
         is_saved = (self._last() / "meta.json").exists()

@@ -123,7 +123,7 @@ def certificate_of(
     """Return the proof that no plan simulates below a bound, beside the fastest of `finalists`."""
     fastest = finalists[0]
     step_s = fastest.step_time_s
-    bound_s = float(min(lower_bound_s, step_s))  # bounds of arrays are numpy numbers
+    bound_s = min(lower_bound_s, step_s)
     total = sum(account.counts.values())
     return Certificate(
         statement=_statement(step_s, bound_s, total),
@@ -131,7 +131,7 @@ def certificate_of(
         "less the process's own, divided by memory.tight of the "
         f"framework{space_text(framework)}",
         solver=solver,
-        optimal=bound_s >= step_s * (1 - PROVEN),
+        optimal=bool(bound_s >= step_s * (1 - PROVEN)),  # bounds of arrays are numpy numbers
         objective_s=step_s,
         lower_bound_s=bound_s,
         gap=_gap(step_s, bound_s),
