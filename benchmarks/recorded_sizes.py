@@ -5,9 +5,10 @@
 
 Configurations have the sizes of a checkpoint in `recorded_sizes.yaml`, or are the
 defaults of transformers' own class, which names the checkpoint that they are of.  Each is planned
-in a process of its own without weights and without a network; its peak of resident bytes and its
-CPU seconds are those that the system counted for the process.  Lines are kept in
-`benchmarks/results/recorded_sizes.csv`, so that it may run in pieces.
+in a process of its own without weights and without a network, on samples of 4,096 tokens or as many
+as it has positions; its peak of resident bytes and its CPU seconds are those that the system
+counted for the process.  Lines are kept in `benchmarks/results/recorded_sizes.csv`, so that it may
+run in pieces.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ def _line(kind: str) -> dict[str, str]:
         whole.save_pretrained(folder)
         command = (sys.executable, "-m", "meshwright", "plan", f"{folder}:recorded")
         asked = (
-            f"--cluster {CLUSTERS[kind in LARGE.split()]} --seq-len 4096 --global-batch 512 --json"
+            f"--cluster {CLUSTERS[kind in LARGE.split()]} --seq-len {_positions(whole)} "
+            "--global-batch 512 --json"
         )
         out, errors = Path(place) / "out", Path(place) / "errors"
         with out.open("w") as answer, errors.open("w") as said:
@@ -89,6 +91,13 @@ def _line(kind: str) -> dict[str, str]:
         "peak_gb": f"{usage.ru_maxrss * 1024 / 1e9:.2f}",
         "answer": words,
     }
+
+
+def _positions(config: Any) -> int:
+    """Return the tokens of a sample: 4,096, or as many as the model has positions."""
+    names = ("max_position_embeddings", "max_seq_len")
+    most = [getattr(config, name, None) for name in names]
+    return min([4096, *(number for number in most if isinstance(number, int) and number > 0)])
 
 
 def _checkpoint(config_class: type) -> str:

@@ -164,15 +164,18 @@ def _saved_tensors(
         yield
 
 
-def plain_attributes(part: nn.Module) -> tuple[tuple[str, int | float | str], ...]:
+def plain_attributes(part: nn.Module) -> tuple[tuple[str, int | str], ...]:
     """Return the numbers and words that a module has as attributes, by name.
 
-    >>> dict(plain_attributes(nn.LayerNorm(8)))["eps"]
-    1e-05
+    A factor that is no whole number (a scale by the depth of a layer) decides nothing of what a
+    layer costs; whether it is 0 may.
+
+    >>> dict(plain_attributes(nn.Dropout(0.1)))["p"], dict(plain_attributes(nn.Dropout(0.0)))["p"]
+    ('a factor', '0')
     """
     return tuple(
         sorted(
-            (key, value)
+            (key, ("a factor" if value else "0") if isinstance(value, float) else value)
             for key, value in vars(part).items()
             if isinstance(value, int | float | str)
             # The number of a block among its like tells nothing of what it does.
@@ -264,6 +267,8 @@ class _LayerIdentity:
                 return self._tensor(getattr(self._module.get_submodule(path), attribute))
             case Leaf() | StageDevice():
                 return leaf
+            case float():
+                return float, bool(leaf)
             case _:
                 return type(leaf), word_of(leaf)
 

@@ -578,9 +578,11 @@ class _Operators(TorchDispatchMode):
 
 
 def _key_of_argument(argument: Any) -> Hashable:
-    """Return an argument of an operator without the values of tensors."""
+    """Return an argument of an operator without the values of tensors and factors."""
     if isinstance(argument, Tensor):
         return argument.shape, argument.stride(), argument.dtype
+    if isinstance(argument, float):
+        return float, bool(argument)
     if isinstance(argument, tuple | list):
         return tuple(map(_key_of_argument, argument))
     return repr(argument)

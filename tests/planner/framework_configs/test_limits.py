@@ -105,8 +105,11 @@ def test_no_reader_takes_longer_than_its_text(of: str) -> None:
         assert time.process_time() - began_s < 3, f"{len(text)} characters of {unit!r}"
 
 
-def test_150_mutated_configurations_are_read_or_refused() -> None:
-    for number in range(150):
+@pytest.mark.parametrize(
+    "numbers", [range(60), pytest.param(range(60, 300), marks=pytest.mark.matrix)]
+)
+def test_mutated_configurations_are_read_or_refused(numbers: range) -> None:
+    for number in numbers:
         rng = random.Random(f"configurations/{number}")
         of, text, row, _ = hostile_configurations.drawn(rng, hostile.mutated, hostile=True)
         with contextlib.suppress(DocumentError):

@@ -121,7 +121,7 @@ def test_like_blocks_are_one_kind() -> None:
 
 
 class Numbered(nn.Module):
-    """A block that does what its number, its dropout and its weights say."""
+    """A block that does what its number, its dropout and its weights say, scaled by its depth."""
 
     def __init__(self, index: int, weight: nn.Linear | None = None, drop: float = 0.0) -> None:
         super().__init__()
@@ -129,11 +129,14 @@ class Numbered(nn.Module):
         self.up = nn.Linear(WIDTH, 2 * WIDTH)
         self.down = weight or nn.Linear(2 * WIDTH, WIDTH)
         self.drop = nn.Dropout(drop)
+        self.scale = 0.5**index
 
     def forward(self, x: Tensor) -> Tensor:
         """Add to x, from the fourth block on without an activation."""
         wide = self.up(x)
-        return x + self.drop(self.down(wide if self.layer_idx >= 3 else functional.gelu(wide)))
+        return x + self.scale * self.drop(
+            self.down(wide if self.layer_idx >= 3 else functional.gelu(wide))
+        )
 
 
 def blocks() -> nn.Sequential:
