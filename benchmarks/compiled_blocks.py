@@ -17,6 +17,7 @@ import json
 import os
 import re
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.torch_internals import compiled_code
@@ -33,11 +35,12 @@ from meshwright.planner.architectures.parameters import graph_of
 from meshwright.planner.documents.cluster import EIGHT_BITS, Precision
 from meshwright.planner.documents.document import write_text
 from meshwright.planner.documents.model import Architecture, ModelGraph
-from meshwright.planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
+from meshwright.planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage, Training
 from meshwright.planner.documents.profile import Recompute
 from meshwright.planner.operators.layer_operators import table
 from meshwright.planner.operators.operator_table import Setting
 from meshwright.runtime.core.mesh import WHOLE
+from meshwright.runtime.engine.engine import Engine
 from meshwright.runtime.engine.language_model import adapter_of
 from meshwright.runtime.launch.training_loop import token_engine
 from meshwright.runtime.models.family_adapter import materialize
@@ -46,10 +49,15 @@ from meshwright.runtime.techniques.activation_offload import _constants, _storag
 from meshwright.runtime.techniques.compile import Compiler
 from meshwright.runtime.techniques.float8 import products_of
 from meshwright.runtime.techniques.split_backward import defer
+from meshwright.runtime.tracing.replayed_stage import RecordedStage
+from meshwright.runtime.tracing.stage import MicroBatch
+from meshwright.runtime.tracing.tracer import Recorder
 
 CPU = torch.device("cpu")
 BLOCK = "block.0"
 SAMPLES, POSITIONS = 2, 128
+SEQUENCE = 16
+"""Positions of the micro-batch by which stages are compared."""
 VIEWS = re.compile(
     r"view|reshape|transpose|permute|expand|squeeze|slice|select|split|chunk|detach|alias|\bt\b"
     r"|as_strided|empty|narrow|unflatten|unbind|lift|sym_|is_same_size|_local_scalar"
@@ -197,6 +205,121 @@ def _timed(layer: nn.Module, x: Tensor) -> tuple[float, float]:
     return between - begin, time.perf_counter() - between
 
 
+LAYERS = 8
+"""Blocks of the model whose micro-batch the host is measured by."""
+
+
+def stage_host(rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Return what the host does for a micro-batch of each kind of stage, and of a plain loop.
+
+    By stage and precision: operators of a layer, Python calls of a layer, and CPU seconds over
+    those of the loop, the median of rounds in which both take turns.  Tensors are of negligible
+    size.  `launch` runs a language model's layers; `script` a user's module by its own forward;
+    `replayed` the same module from its recording, as a pipeline's stages are.
+    """
+    found = {}
+    for precision in ("fp32", "bf16"):
+        passes = _passes(precision)
+        counts = {name: _counts(run) for name, run in passes.items()}
+        taken: dict[str, list[float]] = {name: [] for name in passes}
+        for _ in range(rounds):
+            for name, run in passes.items():
+                taken[name].append(_cpu_s(run))
+        for name, (operators, calls) in counts.items():
+            pairs = zip(taken[name], taken["plain"], strict=True)
+            ratio = statistics.median(own / plain for own, plain in pairs)
+            each = [operators / LAYERS, calls / LAYERS, ratio]
+            found.setdefault(name, {})[precision] = each
+    return found
+
+
+def _passes(precision: Precision) -> dict[str, Callable[[], None]]:
+    """Return forwards and backwards of one micro-batch, gradients added to what is there."""
+    model = graph_of(
+        architecture(
+            family="reference", hidden_size=16, heads=2, kv_heads=1, head_dim=8, ffn_size=32,
+            layers=LAYERS, vocab_size=32,
+        ),
+        name="tiny",
+    )  # fmt: skip
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    batch = torch.randint(32, (1, SEQUENCE)), torch.randint(32, (1, SEQUENCE))
+    training = Training(master_weights="fp32" if precision == "fp32" else "none")
+
+    def layers() -> nn.Sequential:
+        adapter = adapter_of(
+            model, source=model.name, seq_len=SEQUENCE, dtype=dtype, device=CPU, weights=None
+        )
+        made = {name: adapter.layer(name) for name, _ in model.chain}
+        adapter.tie(made)
+        for name, layer in made.items():
+            materialize(name, layer, adapter, seed=0, device=CPU, weights=None, done={}, keeps={})
+        return nn.Sequential(*made.values()).to(dtype)
+
+    def total(logits: Tensor, targets: Tensor) -> Tensor:
+        flat = logits.flatten(0, 1).float()
+        return functional.cross_entropy(flat, targets.flatten(), reduction="sum")
+
+    loop = layers()
+
+    def plain() -> None:
+        (total(loop(batch[0]), batch[1]) / SEQUENCE).backward()
+
+    plan = Plan(
+        model=PlannedModel(name=model.name, source=model.name, digest=model.digest),
+        cluster="local", seq_len=SEQUENCE, global_batch=1, precision=precision, mesh=Mesh(),
+        zero=0, schedule="1f1b", micro_batch=1, micro_batches=1, training=training,
+        stages=(Stage(layers=tuple(PlacedLayer(layer=name) for name, _ in model.chain)),),
+    )  # fmt: skip
+    launched = token_engine(plan, model, device=CPU)._passes
+
+    def loss(outputs: Any, given: Any) -> tuple[Tensor, int]:
+        return total(outputs, given[1]), SEQUENCE
+
+    scripted = Engine(
+        layers, {}, loss=loss, optimizer=torch.optim.AdamW, batch=batch, device=CPU
+    )._passes
+    module = layers()
+    recorder = Recorder(module, batch)
+    stage = RecordedStage(module, recorder, 0, len(recorder.first.layers)).train()
+
+    def replayed() -> None:
+        (total(stage(micro=MicroBatch(batch)), batch[1]) / SEQUENCE).backward()
+
+    return {
+        "plain": plain,
+        "launch": lambda: launched._pass(MicroBatch(batch)),
+        "script": lambda: scripted._pass(MicroBatch(batch)),
+        "replayed": replayed,
+    }
+
+
+def _counts(run: Callable[[], None]) -> tuple[int, int]:
+    """Return operators and Python calls of a pass."""
+    run()
+    with _Operators() as operators:
+        run()
+    calls = 0
+
+    def note(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return operators.count, calls
+
+
+def _cpu_s(run: Callable[[], None]) -> float:
+    begin_s = time.thread_time()
+    for _ in range(4):
+        run()
+    return time.thread_time() - begin_s
+
+
 def steps(rounds: int) -> dict[str, Any]:
     """Return seconds of steps of a model of 100M parameters, taken in turn, and of compilation."""
     model = graph_of(
@@ -262,6 +385,7 @@ def main() -> None:
         "kernels": lambda: kernels(model),
         "kept": lambda: kept(model),
         "host_s": host_s,
+        "stage_host": lambda: stage_host(25 * args.rounds),
         "steps": lambda: steps(args.rounds),
     }
     found: dict[str, Any] = {"date": datetime.date.today().isoformat(), "torch": torch.__version__}

@@ -493,15 +493,19 @@ class _MicroBatchRun:
         args, kwargs = node.arguments(self.value)
         called = self._stage.callable_of(node)
         inner_loss.begin(node.name)
-        drawing = (
-            seed_draws(self._seed, node.name, self._device, python=node.draws_python)
-            if node.draws
-            else contextlib.nullcontext()
-        )
         around = self._stage.around
-        seeing = contextlib.nullcontext() if around is None else around(self._batch, node)
-        with drawing, seeing, contextlib.nullcontext() if node.grad else torch.no_grad():
-            outputs = tree_leaves(called(*args, **kwargs))
+        if node.grad and not node.draws and around is None:  # most: contexts take the host's time
+            result = called(*args, **kwargs)
+        else:
+            drawing = (
+                seed_draws(self._seed, node.name, self._device, python=node.draws_python)
+                if node.draws
+                else contextlib.nullcontext()
+            )
+            seeing = contextlib.nullcontext() if around is None else around(self._batch, node)
+            with drawing, seeing, contextlib.nullcontext() if node.grad else torch.no_grad():
+                result = called(*args, **kwargs)
+        outputs = (result,) if isinstance(result, Tensor) else tree_leaves(result)
         for place, value in node.made:
             self.values[value] = outputs[place]
         if self._stage.checks_shapes:

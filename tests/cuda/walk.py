@@ -222,9 +222,9 @@ def pipeline() -> None:
 
 
 PATHS: dict[str, Path] = {
-    "one device": stepped(),
+    "one device": stepped(layers=1),
     "a library's layers": stepped(family="llama", layers=1),
-    "one device, bf16": stepped(precision="bf16", steps=2),
+    "one device, bf16": stepped(precision="bf16", steps=2, layers=1),
     "one device, fp16": stepped(precision="fp16"),
     "graphs": stepped(
         graphs="micro_batch",
@@ -238,15 +238,21 @@ PATHS: dict[str, Path] = {
         graphs="micro_batch", family="llama", layers=1, recompute="full", steps=3
     ),
     "graphs, replicas": stepped(
-        graphs="micro_batch", data_replicate=2, precision="bf16", steps=3, layers=1
+        graphs="micro_batch",
+        data_replicate=2,
+        precision="bf16",
+        recompute=("none", "selective"),
+        loss=ChunkedLoss(rows=100),
+        steps=3,
+        layers=1,
     ),
     "offloaded activations": stepped(activations="offload", precision="bf16", steps=2),
     "compressed activations": stepped(activations="compress"),
     "selective, offloaded": stepped(recompute="selective", activations="offload"),
     "offloaded optimizer": stepped(offload="optimizer", steps=2),
-    "offloaded parameters": stepped(offload="parameters", precision="bf16", steps=2),
+    "offloaded parameters": stepped(offload="parameters", precision="bf16", steps=2, layers=1),
     "zero 1": stepped(data_shard=2, zero=1, recompute="selective"),
-    "zero 3": stepped(data_shard=4, zero=3, precision="bf16", recompute="full", steps=2),
+    "zero 3": stepped(data_shard=4, zero=3, precision="bf16", recompute="full", steps=2, layers=1),
     "zero 3, two ahead": stepped(data_shard=4, zero=3, precision="bf16", prefetch=2, steps=2),
     "zero 3, within groups": stepped(
         data_shard=4, zero=3, precision="bf16", reshard_after_forward=2
@@ -262,7 +268,7 @@ PATHS: dict[str, Path] = {
     "tensor": stepped(tensor=2),
     "loss in chunks": stepped(tensor=2, loss=ChunkedLoss(rows=100), layers=1),
     "loss in chunks, last stage": stepped(1, pipeline=2, loss=ChunkedLoss(rows=100)),
-    "context": stepped(context=2, precision="bf16", zero=1),
+    "context": stepped(context=2, precision="bf16", zero=1, layers=1),
     "experts": stepped(
         family="mixtral", data_shard=2, expert=2, zero=1, precision="bf16", layers=1
     ),
@@ -328,6 +334,7 @@ PATHS: dict[str, Path] = {
 }
 
 COVERED = (
+    "graphs",
     "graphs, compiled",
     "graphs, a library's layers",
     "one device, fp16",
