@@ -71,7 +71,7 @@ from meshwright.runtime.parallel.sharded_dropout import DividedDraws, Draw
 from meshwright.runtime.parallel.tensor_styles import Styles, styles_by_name
 from meshwright.runtime.techniques.compile import Compiler
 from meshwright.runtime.techniques.lora import store_frozen
-from meshwright.runtime.tracing.absent_parameters import mark_absent
+from meshwright.runtime.tracing.absent_parameters import mark_absent, mark_replaced
 from meshwright.runtime.tracing.module_stage import ModuleStage
 from meshwright.runtime.tracing.replayed_stage import Around
 from meshwright.runtime.tracing.trace import Node
@@ -115,7 +115,6 @@ class OwnModel:
         module = built(build, wanted)
         refuse_scripted(module)
         refuse_hooks(module.named_parameters())
-        refuse_sparse(module)
         refuse_shared_memory(module)
         batches.register_records(batch)
         few = batch if local else few_samples(batch, SAMPLES)
@@ -129,6 +128,7 @@ class OwnModel:
         plan = _plan_for(build, wanted, recorder, type(module), samples, device)
         dtype = activation_type(plan.precision)
         refuse_plan(plan, module, loss, by_plan=self.by_plan)
+        refuse_sparse(plan, module)
         if plan.training.lora is not None:
             adapt(plan, module, recorder)
         plain = recorder  # modules are tried in fp32
@@ -256,6 +256,7 @@ class OwnModel:
         assert self.participation is not None
         if plan.training.lora is not None:  # now that all trials, which are in fp32, have run
             store_frozen(self.module, activation_type(plan.precision))
+        built = list(self.module.named_parameters())
         parts = tuple(
             script_stage(
                 plan,
@@ -282,8 +283,9 @@ class OwnModel:
                 part.module.wrap_units(sums=self.sums)
         for module in self.module.modules() if plan.mesh.tensor > 1 else ():
             module.register_load_state_dict_pre_hook(_take_whole_of_other_meshes)
+        here = [parameter for part in parts for parameter in part.module.parameters()]
+        mark_replaced(built, [*here, *self.module.parameters()])
         if plan.mesh.pipeline > 1:
-            here = (parameter for part in parts for parameter in part.module.parameters())
             mark_absent(self.module, here, parts[0].module.fail)
         return parts
 

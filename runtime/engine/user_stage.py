@@ -25,7 +25,7 @@ from meshwright.runtime.engine.losses.named_loss import token_loss
 from meshwright.runtime.engine.unsupported import foreign
 from meshwright.runtime.models.family_adapter import parameter_names
 from meshwright.runtime.parallel import expert_parallel as experts
-from meshwright.runtime.parallel.data_parallel import activation_type, wraps
+from meshwright.runtime.parallel.data_parallel import activation_type, computes_with_copies, wraps
 from meshwright.runtime.parallel.tensor_styles import ScriptStyles
 from meshwright.runtime.techniques import lora
 from meshwright.runtime.techniques.compile import Compiler
@@ -200,13 +200,16 @@ def holders_of(plan: Plan, recorder: Recorder, place: Place) -> dict[str, dist.P
     return result
 
 
-def refuse_sparse(module: nn.Module) -> None:
-    """Refuse tables whose gradients are sparse: ranks sum gradients as dense memory."""
+def refuse_sparse(plan: Plan, module: nn.Module) -> None:
+    """Refuse tables whose gradients are sparse where gradients are summed or cast as dense ones."""
+    if plan.mesh.devices == 1 and not computes_with_copies(plan) and plan.offload == "none":
+        return
     for name, child in module.named_modules():
         if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
             raise LaunchError(
                 f"{name or type(child).__name__}: {type(child).__name__}(sparse=True) makes sparse "
-                "gradients, which ranks cannot sum; build it with sparse=False"
+                "gradients, which one process in fp32 takes, and which ranks cannot sum; build it "
+                "with sparse=False"
             )
 
 

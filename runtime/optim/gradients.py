@@ -216,6 +216,7 @@ class Gradients:
             for slot in self.slots
             if (grad := slot.parameter.grad) is not None
         }
+        grads = {slot: grad.coalesce() if grad.is_sparse else grad for slot, grad in grads.items()}
         self._lacking = set()
         if self.participation is not None:
             absent = self.participation.absent()
@@ -434,15 +435,23 @@ def _clipping(norm: Tensor, clip_norm: float) -> Tensor:
 
 def _multiply(grads: dict[Slot, Tensor], factor: Tensor) -> None:
     if grads:
-        every = list(grads.values())
+        every = list(map(_memory, grads.values()))
         torch._foreach_mul_(every, factor.to(every[0].device))
+
+
+def _memory(grad: Tensor) -> Tensor:
+    """Return what a gradient has in memory: of a sparse one its rows, each of which is there once.
+
+    Sparse are those of `nn.Embedding(sparse=True)` on one process.
+    """
+    return grad._values() if grad.is_sparse else grad
 
 
 def _squared_norm(grads: dict[Slot, Tensor], *, like: Tensor) -> Tensor:
     """Return this rank's share of the squared norm: shares of all ranks add up to the whole."""
     by_copies: dict[int, list[Tensor]] = {}
     for slot, grad in grads.items():
-        by_copies.setdefault(slot.copies, []).append(grad)
+        by_copies.setdefault(slot.copies, []).append(_memory(grad))
     total = torch.zeros((), dtype=torch.float32, device=like.device)
     for copies, group in by_copies.items():
         norms = torch.stack(torch._foreach_norm(group))

@@ -534,7 +534,7 @@ class TorchOptimizers(Gradients):
                 continue
             if part.owner is not None:
                 self._gather(part, grad)
-            elif grad.stride() != part.plain.stride():
+            elif not grad.is_sparse and grad.stride() != part.plain.stride():
                 # Fused updates run through memory and look at no strides.
                 part.plain.grad = torch.empty_like(part.plain).copy_(grad)
             else:

@@ -1,9 +1,10 @@
-"""Parameters that other stages of a pipeline train: what a training loop does with them is noticed.
+"""Parameters that this rank does not train as they were built: what reads them is noticed.
 
 Every rank has the whole module as it was built, and trains the parameters of its stage.  A loop may
 treat all alike (`p.data.clamp_(-1, 1)`): of an absent one nothing comes of that here.  Where its
 value goes into what this rank has (a teacher that follows a student), or is looked at, it would be
-the one that was built, on and on.
+the one that was built, on and on.  So it is where ranks divide a parameter, and something has kept
+the whole one: a dict of the module, a closure.
 """
 
 from __future__ import annotations
@@ -70,6 +71,44 @@ def mark_absent(
         if id(parameter) not in held and type(parameter) is nn.Parameter:
             parameter.__class__ = AbsentParameter
             parameter.absent_name, parameter.failed = name, failed  # type: ignore[attr-defined]
+
+
+LOOKED_THROUGH = frozenset(
+    ("shape", "ndim", "dtype", "device", "layout", "requires_grad", "grad", "is_leaf", "grad_fn")
+)
+"""Attributes of a tensor that tell none of its values."""
+
+
+class ReplacedParameter(nn.Parameter):
+    """A parameter as the module was built, in whose place this rank has another one."""
+
+    replaced_name = "a parameter"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Call a function of torch that reads no values, and refuse all others."""
+        attribute = getattr(getattr(func, "__self__", None), "__name__", func.__name__)
+        if attribute not in LOOKED_THROUGH:
+            leaves = tree_leaves((args, kwargs))
+            source = next(leaf for leaf in leaves if isinstance(leaf, ReplacedParameter))
+            raise LaunchError(
+                f"{source.replaced_name}: is read from a list, a dict or a closure, which has it "
+                "as it was built, while ranks divide what the module has; read it as an attribute "
+                "of its module in forward, or use a plan without ZeRO and tensor axis"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def mark_replaced(built: Iterable[tuple[str, nn.Parameter]], here: Iterable[nn.Parameter]) -> None:
+    """Mark the parameters of a module as it was `built` in whose place others are `here`."""
+    kept = {id(parameter) for parameter in here}
+    for name, parameter in built:
+        if id(parameter) not in kept and type(parameter) is nn.Parameter:
+            parameter.__class__ = ReplacedParameter
+            parameter.replaced_name = name  # type: ignore[attr-defined]
 
 
 def _changes_first(name: str) -> bool:

@@ -67,6 +67,8 @@ SIZE_READERS = frozenset(
 """Functions that turn sizes of tensors into Python's own, or into as many tensors."""
 HOOKS = frozenset(("register_hook", "register_post_accumulate_grad_hook"))
 """Functions that change what a backward does, and make no tensor that a replay could make."""
+COLLECTIVES = frozenset(("c10d", "_c10d_functional"))
+"""Namespaces of the operators by which ranks wait for each other."""
 DIFFERENTIATE = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 PLAIN = (
     bool, int, float, complex, str, bytes, type(None), types.EllipsisType, type, enum.Enum, range,
@@ -342,6 +344,15 @@ class Notes:
                 where=_here(),
             )
 
+    def refuse_collective(self, name: str) -> None:
+        """Refuse to cut a forward in which ranks wait for each other: they have parts of it."""
+        if self._replays:
+            raise RecordError(
+                f"{name} of torch.distributed is called in the forward, which ranks of other "
+                "stages do not run; use meshwright.batch_sum, or train without pipeline",
+                where=_here(),
+            )
+
     def _note_sizes(
         self, given: Sequence[Tensor], results: Sequence[Tensor], *, is_unit: bool
     ) -> None:
@@ -569,6 +580,8 @@ class _Operators(TorchDispatchMode):
             self._notes._drew = True
         if _sizes_by_values(func, args):
             self._notes.sized_by_values = True
+        if func.namespace in COLLECTIVES:
+            self._notes.refuse_collective(func.__name__.partition(".")[0].strip("_"))
         if func is not torch.ops.prim.device.default:  # asked for where it was not before
             arguments = (*args, *(kwargs or {}).items())
             self._notes._operators = hash(

@@ -167,7 +167,44 @@ def test_gradients_that_would_not_be_summed_as_they_are_made_are_refused(
     tokens = torch.arange(8).view(4, 2), torch.arange(4) % 3
 
     with pytest.raises(LaunchError, match=message):
-        Engine(build, loss=loss, optimizer=sgd, batch=tokens)
+        Engine(build, {"precision": "bf16"}, loss=loss, optimizer=sgd, batch=tokens)
+
+
+@pytest.mark.parametrize("factory", [torch.optim.SGD, torch.optim.SparseAdam])
+def test_sparse_gradients_train_on_one_process_as_in_a_plain_loop(
+    factory: Callable[..., torch.optim.Optimizer],
+) -> None:
+    def build() -> nn.EmbeddingBag:
+        return nn.EmbeddingBag(9, 3, mode="sum", sparse=True)
+
+    def optimizer(groups: Any) -> torch.optim.Optimizer:
+        return factory(groups, lr=0.1)
+
+    tokens = torch.arange(8).view(4, 2) // 2, torch.arange(4) % 3
+    torch.manual_seed(0)
+    module = build()
+    plain = optimizer(list(module.parameters()))
+    for _ in range(3):
+        nn.functional.cross_entropy(module(tokens[0]), tokens[1]).backward()
+        grad = module.weight.grad
+        assert grad is not None and grad.is_sparse
+        module.weight.grad = grad * (0.01 / grad.coalesce().values().norm()).clamp(max=1)
+        plain.step()
+        plain.zero_grad()
+
+    engine = Engine(
+        build,
+        {"micro_batches": 2},
+        loss=lambda out, batch: nn.functional.cross_entropy(out, batch[1]),
+        optimizer=optimizer,
+        batch=tokens,
+        clip_norm=0.01,
+    )
+    for _ in range(3):
+        engine.step(tokens)
+
+    value = engine.state_dict()["weight"]
+    torch.testing.assert_close(value, module.state_dict()["weight"], rtol=0, atol=1e-6)
 
 
 def hook_in_the_loop(layout: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import (
     keystr,
     tree_flatten,
@@ -46,6 +47,7 @@ from meshwright.runtime.core.side_effects import (
 from meshwright.runtime.engine.losses.counted_mean import BatchCount, CountedMean, counts_of
 from meshwright.runtime.engine.module_graph import SAMPLES, Loss, few_samples
 from meshwright.runtime.tracing.trace import Leaf, ModuleTensor, Recording, Value
+from meshwright.runtime.tracing.trace_hooks import COLLECTIVES
 from meshwright.runtime.tracing.tracer import Recorder, arguments, has_data, own_tensors
 
 MOST_SAMPLES = 32
@@ -507,12 +509,28 @@ class _LossTrial:
     def _call_loss(self, outputs: Any, batch: Any) -> Any:
         """Call the loss."""
         try:
-            return self._loss(outputs, own_tensors(batch))
+            is_cut = self._plan.mesh.pipeline > 1
+            with _LoneCollectives() if is_cut else contextlib.nullcontext():
+                return self._loss(outputs, own_tensors(batch))
         except MeshwrightError:
             raise
         except Exception as error:
             text = (str(error).splitlines() or [type(error).__name__])[0]
             raise _LossError(text) from error
+
+
+class _LoneCollectives(TorchDispatchMode):
+    """Refuses collectives of a loss that the ranks of one stage alone call."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in COLLECTIVES:
+            name = func.__name__.partition(".")[0].strip("_")
+            raise BatchError(
+                f"loss: calls {name} of torch.distributed, and only ranks of the last stage call "
+                "the loss, so that all would wait for each other; engine.step sums the loss over "
+                "all ranks by itself (StepResult.loss), else use a plan without pipeline"
+            )
+        return func(*args, **(kwargs or {}))
 
 
 _Outputs = Callable[[Any, range], Any]

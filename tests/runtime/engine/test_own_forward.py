@@ -148,7 +148,7 @@ def check(found: Training, kind: str, name: str, *, trains: bool) -> None:
         torch.testing.assert_close(found.weights[key], value, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.spread(30)
+@pytest.mark.spread(14)
 @pytest.mark.parametrize(
     ("kind", "name"), [(kind, name) for kind, ways in WAYS.items() for name in ways]
 )
@@ -168,6 +168,7 @@ def check_two_ranks(kind: str, layout: str, every: int) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.long("modes-replicas-6", "means-stages-6")
 @pytest.mark.parametrize(
     ("kind", "layout", "every"),
     [

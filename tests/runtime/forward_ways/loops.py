@@ -1,7 +1,8 @@
 """Ways in which a training loop, or the backward of a forward, makes a step unlike those before.
 
-Gradient reversal (Ganin), Grad-CAM (Selvaraju), memory banks (Wu), Switch capacity (Fedus), deep supervision (Lee),
-gradients clipped where they pass by, alternating and frozen parts, teachers bound anew.
+Gradient reversal (Ganin), Grad-CAM (Selvaraju), memory banks (Wu), Switch capacity (Fedus), deep
+supervision (Lee), gradients clipped where they pass by, alternating and frozen parts, teachers
+bound anew, parameters kept in a table, collectives of the user's own.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import copy
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -179,11 +181,34 @@ class Seen(Net):
         return self.features(x), self.seen["first"]
 
 
+class Tabled(Net):
+    """A parameter that is read from a table of the module's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = {"first": self.blocks[0].weight}
+
+    def forward(self, x: Tensor) -> Any:
+        x = functional.linear(x, self.table["first"]).tanh()
+        return self.blocks[2](self.blocks[1](x).tanh())
+
+
+def summed_over_ranks(out: Any, batch: Any) -> Tensor:
+    """Return a loss behind a sum over ranks, as loops sum what they print."""
+    loss = entropy(out, batch)
+    shown = loss.detach().clone()
+    if dist.is_initialized():
+        dist.all_reduce(shown)
+    return loss
+
+
 def of_seen(out: Any, batch: Any) -> Tensor:
     return entropy(out[0], batch) + 0.1 * out[1].abs().mean()
 
 
 WAYS = {
+    "in a table": Way(Tabled, entropy, trains=REPLICAS, batches=rows),
+    "sum over ranks": Way(Net, summed_over_ranks, trains=ON_RANKS, batches=rows),
     "seen by a hook": Way(Seen, of_seen, batches=rows),
     "gradient reversal": Way(Adversarial, of_both, batches=rows, before=raise_share),
     "alternating": Way(Alternating, entropy, trains=ON_RANKS, batches=rows, before=rest),
