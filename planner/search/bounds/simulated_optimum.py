@@ -848,13 +848,10 @@ class Program:
     ) -> float:
         """Return the least step, or `limit_s` if that is less; without `tried` of mixed columns.
 
-        With `tried` a row θ + ω <= limit keeps out what does not beat it: HiGHS looks for no other.
+        Of whole columns a row θ + ω <= limit keeps out those that do not beat it.
         """
         self._highs.setOptionValue("mip_max_nodes", nodes)
-        below = self._highs.getNumRow()
-        if tried:
-            number = len(self._columns)
-            self.row(-self._infinite, self._units(limit_s), [number, number + 1], [1.0, 1.0])
+        number, below = len(self._columns), 0
         # Work, not seconds: a machine that is busy finds the same.
         most = min((ROUND if tried else 1) * iterations, MOST_ITERATIONS)
         self._highs.setOptionValue("simplex_iteration_limit", most)
@@ -863,6 +860,9 @@ class Program:
             kind = self._integer if whole else self._continuous
             for at in self._whole:
                 self._highs.changeColIntegrality(at, kind)
+            if whole:
+                below = self._highs.getNumRow()
+                self.row(-self._infinite, self._units(limit_s), [number, number + 1], [1.0, 1.0])
             for _ in range(MOST_ROUNDS):
                 self._highs.run()
                 iterations -= self._highs.getInfo().simplex_iteration_count
