@@ -385,9 +385,15 @@ def path_text(location: tuple[int | str, ...]) -> str:
 
 
 def nearest(name: str, names: list[str]) -> str:
-    """Return a way out for an unknown name: the nearest known one, or a few of them."""
+    """Return a way out for an unknown name: the nearest known one, or a few of them.
+
+    >>> nearest("mbs", ["tp", "pp", "micro_batch"])
+    "did you mean 'micro_batch'?"
+    """
     word = name.strip().lower()
     begun = [k for k in names if word and k.lower().startswith(word)]
+    initials = {k: "".join(part[:1] for part in k.lower().split("_")) for k in names}
+    begun += [k for k, letters in initials.items() if len(letters) > 1 and letters in word[:3]]
     near = begun[:3] or difflib.get_close_matches(word, names, n=3, cutoff=0.5)
     if near:
         return "did you mean " + " or ".join(f"'{n}'" for n in near) + "?"

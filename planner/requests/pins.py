@@ -165,7 +165,7 @@ def read_pins(texts: Sequence[str], allow: Sequence[str] = ()) -> Pins:
         name, sign, value = item.partition("=")
         field = SHORT_NAMES.get(name) or (name if name in SHORT_NAMES.values() else None)
         if field is None:
-            raise DocumentError("fix", f"'{item}': write NAME=VALUE; {nearest(name, _names())}")
+            raise DocumentError("fix", f"'{item}': there is no '{name}'; {nearest(name, _names())}")
         if not sign:
             raise DocumentError("fix", f"'{item}' has no value; write {item}=VALUE")
         if field in values:

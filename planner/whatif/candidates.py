@@ -373,6 +373,10 @@ def _fed(study: Study, watts: UncertainValue) -> bool:
     return cap is None or probability_within(watts, cap * (1 + ROUNDING)) >= study.goal.confidence
 
 
+class NoSizeError(DocumentError):
+    """No number of devices of an offer reaches the goal that its number is solved for."""
+
+
 def powered_devices(study: Study, offer: Offer) -> int:
     """Return the most that the goal's power cap surely feeds of an offer's `n`."""
     cap = study.goal.power_cap_w
@@ -393,7 +397,7 @@ def powered_devices(study: Study, offer: Offer) -> int:
     while most > 0 and not _fed(study, watts.times(most)):
         most -= 1
     if most < 1:
-        raise DocumentError(
+        raise NoSizeError(
             "solve",
             f"{cap / 1e3:g} kW feed none with probability {study.goal.confidence:g}; one takes "
             f"{watts.value:,.0f} ({watts.low:,.0f} to {watts.high:,.0f}) W",

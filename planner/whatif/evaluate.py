@@ -38,6 +38,7 @@ from meshwright.planner.requests.request import (
 )
 from meshwright.planner.whatif.candidates import (
     Candidate,
+    NoSizeError,
     candidates_of,
     in_one_market,
     powered_devices,
@@ -505,11 +506,18 @@ def unsolved_sizes(study: Study) -> Iterator[tuple[int, str]]:
 
 
 def with_sizes(study: Study, found_sizes: Sequence[tuple[int, int]]) -> Study:
-    """Return the study with the sizes found for each place among its offers."""
-    offers = list(study.offers)
-    for place in {place for place, _ in found_sizes}:
-        sizes = sorted({size for at, size in found_sizes if at == place})
-        offers[place] = offers[place].model_copy(update={"n": tuple(sizes)})
+    """Return the study with the sizes found for each place among its offers.
+
+    A size of 0 is none: an offer that has no other is left out.
+    """
+    sizes: dict[int, set[int]] = {}
+    for place, size in found_sizes:
+        sizes.setdefault(place, set()).update({size} - {0})
+    offers = [
+        offer.model_copy(update={"n": tuple(sorted(sizes[place]))}) if place in sizes else offer
+        for place, offer in enumerate(study.offers)
+        if sizes.get(place, {0})
+    ]
     return study.model_copy(update={"offers": tuple(offers)})
 
 
@@ -569,7 +577,7 @@ def size_of(
     quotes: Sequence[Rent] | None = None,
     store: FigureStore | None = None,
 ) -> int:
-    """Return the `n` of one offer for one model; DocumentError if there is none.
+    """Return the `n` of one offer for one model; NoSizeError if there is none.
 
     `store` has what layers take on other clusters.
     """
@@ -602,7 +610,7 @@ def bounded_size(
             most, why = bound, reason
         working = in_use(study, offer, model, most, quotes, store)
     except DocumentError as error:
-        raise DocumentError(f"offers[{place}].{error.path or 'solve'}", error.message) from error
+        raise type(error)(f"offers[{place}].{error.path or 'solve'}", error.message) from error
     if working == most:
         return working, f"{why}{_power_words(study, offer)}"
     return working, _idle_text(study, offer, most, working)
@@ -675,7 +683,7 @@ def fewest_needed(
         delivered is not None
         and probability_within(delivered, study.goal.deadline_days) < study.goal.confidence
     ):
-        raise DocumentError(
+        raise NoSizeError(
             "solve",
             f"goal.deadline_days is {study.goal.deadline_days:g}, and delivery takes "
             f"{range_text(delivered)} days; rent, or give assumptions.lead_days",
@@ -683,7 +691,7 @@ def fewest_needed(
     (most, why), least = min(size_bounds(study, model, single)), 1
     while not meets_deadline(least):
         if least >= most:
-            raise DocumentError(
+            raise NoSizeError(
                 "solve",
                 f"no {offer.cluster} of up to {most} meets the deadline with {model}; {why}",
             )
@@ -717,7 +725,7 @@ def most_affordable(
         surely = quantile(whole, min(0.9999, study.goal.confidence / study.fit_probability))
         most = math.floor(budget / surely * (1 + ROUNDING))
         if most < 1:
-            raise DocumentError(
+            raise NoSizeError(
                 "solve",
                 f"{budget:,.0f} USD pay for none with probability {study.goal.confidence:g}; one "
                 f"takes {usd_text(whole)}",
@@ -731,9 +739,13 @@ def most_affordable(
             "goal.deadline_days (--deadline-days), of the days of rent; give one of them",
         )
 
+    outcomes: dict[int, CandidateOutcome] = {}
+
     def too_dear(n: int) -> bool:
-        outcome = evaluate(study, model, candidate_of_size(study, offer, n, quotes), store=store)
-        return outcome.fits and not _sure(study, outcome, "budget")
+        if n not in outcomes:
+            candidate = candidate_of_size(study, offer, n, quotes)
+            outcomes[n] = evaluate(study, model, candidate, store=store)
+        return outcomes[n].fits and not _sure(study, outcomes[n], "budget")
 
     (most, _), least = min(size_bounds(study, model, single)), 1
     while not too_dear(least) and least < most:
@@ -741,8 +753,14 @@ def most_affordable(
     if not too_dear(least):
         return least
     affordable = border(too_dear, least // 2, least) - 1
-    if affordable < 1:
-        raise DocumentError("solve", f"{budget:,.0f} USD do not surely pay for the run of {model}")
+    if affordable < 1 or (not too_dear(affordable) and not outcomes[affordable].fits):
+        dearer = outcomes[affordable + 1]
+        cost = "more" if dearer.outlay_usd is None else usd_text(dearer.outlay_usd)
+        raise NoSizeError(
+            "solve",
+            f"{budget:,.0f} USD do not pay for the run of {model} with probability "
+            f"{study.goal.confidence:g}; {dearer.candidate}, the fewest that hold it, takes {cost}",
+        )
     return affordable
 
 

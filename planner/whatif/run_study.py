@@ -27,7 +27,7 @@ from meshwright.planner.documents.units import seconds_text
 from meshwright.planner.errors import DocumentError, MeshwrightError
 from meshwright.planner.errors.shown import html_table
 from meshwright.planner.requests.pins import read_allowances
-from meshwright.planner.whatif.candidates import Candidate, candidates_of
+from meshwright.planner.whatif.candidates import Candidate, NoSizeError, candidates_of
 from meshwright.planner.whatif.evaluate import (
     bounded_size,
     evaluate,
@@ -46,6 +46,9 @@ from meshwright.planner.whatif.what_if_changes import WORDS, changed_cluster
 if TYPE_CHECKING:
     from meshwright.planner.catalog import Rent
     from meshwright.planner.whatif.outcome import CandidateOutcome
+
+    _SizeQuestion = tuple[Study, int, str, Sequence[Rent] | None]
+    """A study, the place of an offer, a model, and rents."""
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -290,12 +293,12 @@ def _carried_out(
     sizes = [(study, place, model, offers) for place, model in unsolved_sizes(study)]
     if sizes:
         size_results = sorted(workers.results_of(_size, sizes), key=itemgetter(0))
-        size_texts = tuple(
-            f"{study.offers[sizes[at][1]].cluster.replace('{n}', f'{n:,}')} is the size for "
-            f"{sizes[at][2]}: {why}."
-            for at, (n, why) in size_results
-        )
-        study = with_sizes(study, [(sizes[at][1], n) for at, (n, _) in size_results])
+        size_texts = tuple(_size_text(study, sizes[at], *found) for at, found in size_results)
+        places = [(sizes[at][1], n) for at, (n, _) in size_results]
+        found_places = {place for place, n in places if n}
+        if not found_places and {place for place, _ in places} == set(range(len(study.offers))):
+            raise DocumentError(f"offers[{places[0][0]}].solve", size_results[0][1][1])
+        study = with_sizes(study, places)
     candidates = {candidate.name: candidate for candidate in candidates_of(study, offers)}
     tasks = [
         _Task(study, model, candidate) for model in study.rows for candidate in candidates.values()
@@ -374,10 +377,20 @@ def _at_lower_prices(
     )
 
 
-def _size(
-    asked: tuple[Study, int, str, Sequence[Rent] | None], store: FigureStore
-) -> tuple[int, str]:
-    return bounded_size(*asked, store)
+def _size(question: _SizeQuestion, store: FigureStore) -> tuple[int, str]:
+    """Return the size of an offer, 0 if it has none, and why."""
+    try:
+        return bounded_size(*question, store)
+    except NoSizeError as refusal:
+        return 0, refusal.message  # other offers are answered
+
+
+def _size_text(study: Study, question: _SizeQuestion, n: int, why: str) -> str:
+    _, place, model, _ = question
+    cluster = study.offers[place].cluster
+    if n == 0:
+        return f"{cluster} is left out for {model}: {why}."
+    return f"{cluster.replace('{n}', f'{n:,}')} is the size for {model}: {why}."
 
 
 def _ranks(study: Study, outcomes: Sequence[CandidateOutcome]) -> dict[str, list[Rank]]:

@@ -72,6 +72,26 @@ def test_the_most_that_a_budget_pays_for_are_those_of_a_list(budget: float) -> N
     assert found == max(fit)
 
 
+@pytest.mark.usefixtures("speed")
+def test_an_offer_without_a_size_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One node holds nothing; two take 1000 / 2^0.95 = 517.6 h at 32 USD, 16,564 USD."""
+    faked: Any = evaluate.evaluate
+
+    def evaluated(question: Any, model: str, candidate: Any, store: Any) -> CandidateOutcome:
+        found = faked(question, model, candidate, store)
+        return replace(found, fits=candidate.devices > 8)
+
+    monkeypatch.setattr(evaluate, "evaluate", evaluated)
+    question = asked("afford", {"tokens": 1e9, "budget_usd": 18_000.0})
+    with pytest.raises(DocumentError, match=r"2x8xa10g, the fewest that hold it, takes 16,564"):
+        run(question, processes=1)
+
+    rented = study(offers=[{"cluster": "1x8xa100-sxm-80gb", "rent": PRICE}]).offers
+    result = run(question.model_copy(update={"offers": (*question.offers, *rented)}), processes=1)
+    assert list(result.candidates) == ["1x8xa100-sxm-80gb"]
+    assert result.sizes[0].startswith("{n}x8xa10g is left out for gpt2: 18,000 USD do not pay")
+
+
 def test_what_a_cap_feeds_is_what_it_surely_feeds() -> None:
     # A node of H100 draws less than 10,812.75 W four times in five, and than 9,578.4 W half of
     # them (tests/planner/whatif/test_study.py): 100 kW feed 9, and 10 with a probability of 0.5.
