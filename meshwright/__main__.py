@@ -1,12 +1,18 @@
 """`python -m meshwright` is `meshwright`."""
 
+import gc
 import sys
 
 from meshwright.planner.system.stdout_guard import stdout_is_lost
 
+YOUNG = 100_000
+"""New objects after which the collector looks for cycles.  With Python's 700 it goes through what
+is loaded again and again, a seventh of the start."""
+
 
 def main() -> int:
     """Run the command of this process; Ctrl-C ends it without a traceback while it loads too."""
+    gc.set_threshold(YOUNG)
     try:
         if sys.argv[1:] == ["--version"]:  # which needs no command
             from meshwright.api.version import version  # noqa: PLC0415 - other commands need none

@@ -17,7 +17,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 from meshwright.planner.documents.document import is_file, read_text
 from meshwright.planner.errors import DocumentError
@@ -105,6 +104,8 @@ def endpoint() -> str:
 
 def _unreachable() -> str | None:
     """Return why no connection to the hub can be made; its own client would retry for long."""
+    from urllib.request import getproxies  # noqa: PLC0415 - loads TLS, which most commands need none of
+
     address = urlsplit(endpoint())
     if getproxies() or address.hostname is None:
         return None

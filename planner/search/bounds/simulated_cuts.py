@@ -89,7 +89,7 @@ def drained_backwards(
     """[stage] How many W stand behind the last way back of its rank; whether one is on the way.
 
     None if ranks do not begin and end with their first stage.  The end of the lists is the same
-    from 5 P micro-batches on but for whole rounds (`meshwright.planner.schedules.steady_state`).
+    from 2 P micro-batches on but for whole rounds (`meshwright.planner.schedules.steady_state`).
 
     >>> problems = (("zb-h1", 3, 1, 8), ("interleaved", 6, 2, 6))
     >>> tuple(drained_backwards(*problem)[0].tolist() for problem in problems)
@@ -99,7 +99,7 @@ def drained_backwards(
     behind, whole = np.zeros(stages), np.ones(stages, dtype=bool)
     if not schedule_of(schedule).splits_backward:
         return behind, whole
-    count = min(micro_batches, 5 * ranks + micro_batches % ranks)
+    count = min(micro_batches, 2 * ranks + micro_batches % ranks)
     lists = orders(schedule, stages=stages, micro_batches=count, virtual_stages=virtual_stages)
     split = split_of(lists)
     for rank, order in enumerate(lists):

@@ -848,13 +848,10 @@ class Program:
     ) -> float:
         """Return the least step, or `limit_s` if that is less; without `tried` of mixed columns.
 
-        With `tried` a row θ + ω <= limit keeps out what does not beat it: HiGHS looks for no other.
+        Of whole columns a row θ + ω <= limit keeps out those that do not beat it.
         """
         self._highs.setOptionValue("mip_max_nodes", nodes)
-        below = self._highs.getNumRow()
-        if tried:
-            number = len(self._columns)
-            self.row(-self._infinite, self._units(limit_s), [number, number + 1], [1.0, 1.0])
+        number, below = len(self._columns), 0
         # Work, not seconds: a machine that is busy finds the same.
         most = min((ROUND if tried else 1) * iterations, MOST_ITERATIONS)
         self._highs.setOptionValue("simplex_iteration_limit", most)
@@ -863,6 +860,9 @@ class Program:
             kind = self._integer if whole else self._continuous
             for at in self._whole:
                 self._highs.changeColIntegrality(at, kind)
+            if whole:
+                below = self._highs.getNumRow()
+                self.row(-self._infinite, self._units(limit_s), [number, number + 1], [1.0, 1.0])
             for _ in range(MOST_ROUNDS):
                 self._highs.run()
                 iterations -= self._highs.getInfo().simplex_iteration_count
@@ -887,7 +887,7 @@ class Program:
                     values[: len(self._columns)] = values[: len(self._columns)].round()
                     limit_s = min(limit_s, tried(self.solution(values)))
                     self._highs.changeRowBounds(below, -self._infinite, self._units(limit_s))
-                if not self._cut_off(values):
+                if not self._cut_off(values, every=whole):
                     break
                 if iterations < 0:
                     return low_s
@@ -917,8 +917,13 @@ class Program:
     def _proven_s(self, value: float) -> float:
         return value * self._unit_s * (1 - CLOSE) + self._step_s
 
-    def _cut_off(self, values: Floats) -> bool:
-        """Add the longest paths at the stage times of a solution; whether θ is below any."""
+    def _cut_off(self, values: Floats, *, every: bool) -> bool:
+        """Add the longest path at the stage times of a solution; whether θ is below it.
+
+        Or those to `every` rank that θ is below: a relaxation rises as fast with one row a round,
+        and its rounds are solved in a third of the time; a program with whole columns is solved
+        in fewer rounds.
+        """
         chosen, theta = values[: len(self._columns)], values[len(self._columns) + 1]
         seconds = np.einsum("c,cks->ks", chosen, self._seconds)
         synced, transfer_s = self._of_ranks(chosen * self._sync_s), self._transfer_s
@@ -926,13 +931,13 @@ class Program:
             transfer_s = transfer_s + self._of_ranks(chosen * self._placed.hop_s) @ self._behind
         delays_s = transfer_s.tolist()
         ends_s = self._graph.longest(seconds.ravel().tolist(), delays_s)
-        theta_s = theta * self._unit_s
-        improved = False
-        for rank, end in enumerate(self._graph.ends):
-            if ends_s[end] + synced[rank] > theta_s * (1 + CLOSE / 2):
-                self._add(self._graph.path(rank, ends_s, delays_s))
-                improved = True
-        return improved
+        lasts_s = np.array([ends_s[end] for end in self._graph.ends]) + synced
+        longer = np.flatnonzero(lasts_s > theta * self._unit_s * (1 + CLOSE / 2))
+        if not every:
+            longer = longer[np.argsort(-lasts_s[longer], kind="stable")][:1]
+        for rank in longer.tolist():
+            self._add(self._graph.path(rank, ends_s, delays_s))
+        return len(longer) > 0
 
     def _of_ranks(self, values: Floats) -> Floats:
         """[rank] Sums of `values` [column]."""

@@ -125,7 +125,7 @@ def degrees_of(layout: Layout) -> Degrees:
 @pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("model", "cluster", "batch"),
-    [("gpt2", "3x5xh100-sxm-80gb", 24), ("mixtral-8x7b", "2x6xh100-sxm-80gb", 12)],
+    [("gpt2", "2x3xh100-sxm-80gb", 24), ("mixtral-8x7b", "2x4xh100-sxm-80gb", 12)],
 )
 def test_no_layout_takes_less_than_what_its_devices_need(
     model: str, cluster: str, batch: int

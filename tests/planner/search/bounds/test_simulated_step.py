@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -13,8 +14,11 @@ from meshwright.planner.catalog.expressions import resolve_cluster, resolve_mode
 from meshwright.planner.documents.plan import Job, Layout
 from meshwright.planner.requests.pins import Pins, read_pins
 from meshwright.planner.requests.request import Request
+from meshwright.planner.schedules.schedule import orders, rank_of_stage
+from meshwright.planner.search.bounds import group_memory_bounds, whole_layer_paths
 from meshwright.planner.search.bounds.layout_bounds import Candidates
 from meshwright.planner.search.bounds.simulated_step import SimulatedCandidates
+from meshwright.planner.search.bounds.whole_layer_paths import RankPaths
 from meshwright.planner.search.plan_candidate import candidate_of
 from meshwright.planner.search.space import LayoutFamily
 from meshwright.planner.solver.chain import solve_chain
@@ -122,6 +126,51 @@ def test_paths_through_late_ranks_are_never_above_the_simulated_step_of_a_plan()
                 by_paths += paths_s > max(bounds_s) * 1.01
 
     assert by_paths > 5
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "interleaved-zb", "zbv"])
+def test_paths_leave_out_what_stands_behind_the_last_way_back(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two more layers end a path earlier by their weight gradients there and by what they sync.
+
+    Seconds are those of the layout's own costs; weight gradients are counted in its lists.
+    """
+    ranks, count, virtual = 4, 12, 1 if schedule == "zb-h1" else 2
+    names = {"recompute": "none", "compile": "none", "loss": "full", "schedule": schedule}
+    sizes = {"tensor": 1, "context": 1, "pipeline": ranks, "virtual_stages": virtual}
+    pins = Pins(**names, **sizes, zero=1, micro_batch=1)  # type: ignore[arg-type]
+    job = Job(seq_len=2048, global_batch=2 * count)
+    request = Request(
+        resolve_model("llama-3.2-1b"), resolve_cluster("8xa100-sxm-80gb"), job, pins=pins
+    )
+    bounded = SimulatedCandidates.from_candidates(Candidates(request))
+    bounded.limit_s = 1e3
+    every: list[RankPaths] = []
+
+    def paths_s(paths: RankPaths, layers: int, low_s: Any, limit_s: Any) -> Any:
+        every.append(paths)
+        return whole_layer_paths.paths_s(paths, layers, low_s, limit_s)
+
+    monkeypatch.setattr(group_memory_bounds, "paths_s", paths_s)
+    [family] = bounded.families
+    (layout, _), *_ = bounds_of(bounded, family)
+    paths = every[-1]
+    costs = bounded.tables.costs_of(layout)
+    [kind] = set(costs.kinds) - set(bounded.tables.end_kinds)
+    part, row = costs.parts[kind][0], costs.kinds[kind][0]  # that recomputes nothing
+    shape = {"stages": ranks * virtual, "virtual_stages": virtual}
+    lists = orders(schedule, micro_batches=count, **shape)
+
+    assert row.sync_s > 0 < part.figures.weight_s
+    less_s = (paths.alone_s - paths.behind_s)[2] - (paths.alone_s - paths.behind_s)[0]
+    for rank in range(ranks):
+        if rank == rank_of_stage(schedule, **shape)[-1]:
+            continue
+        kinds = [action.kind for action in lists[rank]]
+        drained = len(kinds) - 1 - max(at for at, one in enumerate(kinds) if one == "I")
+        expected_s = 2 * row.sync_s + 2 / virtual * drained * part.figures.weight_s
+        assert less_s[rank] == pytest.approx(expected_s, rel=1e-6), (rank, drained)
 
 
 EXACT = {
