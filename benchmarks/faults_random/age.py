@@ -12,6 +12,7 @@ from a kill to the end of the next step.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import random
@@ -23,6 +24,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+import numpy as np
 
 from benchmarks.faults_random.run import (
     KINDS,
@@ -88,7 +91,13 @@ class AgedRun:
         done = checkpoint.progress(saved)
         samples = done.sample // done.step * self._age
         used = SampleDigest.of_first(samples)
-        number = {"step": self._age, "sample": samples, "used": used, "checksum": None}
+        number = {
+            "step": self._age,
+            "sample": samples,
+            "used": used,
+            "checksum": None,
+            "checksums": {**done.checksums, **set_steps(saved, self._age)},
+        }
         old = done.model_copy(update=number)
         (saved / "meta.json").write_text(checkpoint._meta(old))
         saved.rename(saved.with_name(f"step-{self._age:06}"))
@@ -150,6 +159,25 @@ class AgedRun:
         time.sleep(0.01)
         if launcher.poll() is not None or time.monotonic() > until_s:
             raise SystemExit(f"{self.name}: {(self.folder / 'log').read_text()[-2000:]}")
+
+
+def set_steps(saved: Path, step: int) -> dict[str, str]:
+    """Have the optimizer's number of steps in a checkpoint; return checksums of what is written."""
+    index = json.loads((saved / "tensors.json").read_text())
+    changed = set()
+    for name, tensor in index["tensors"].items():
+        if not name.endswith("step") or tensor["shape"]:
+            continue
+        for file, begin, *_ in tensor["chunks"]:
+            path = saved / index["files"][file]
+            with path.open("r+b") as opened:
+                opened.seek(begin)
+                opened.write(np.array(step, tensor["dtype"]).tobytes())
+            changed.add(path)
+    assert changed
+    return {
+        path.name: f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}" for path in changed
+    }
 
 
 def write_records(output: Path, steps: int) -> None:
