@@ -571,7 +571,7 @@ FSDP = [_fsdp(row) for row in _FSDP]
 
 
 def _tuning() -> dict[str, list[Row]]:
-    """Return the configurations of benchmarks/inputs that need nothing beside them, by their reader."""
+    """Return the configurations of benchmarks/inputs that stand alone, by their reader."""
     rows: dict[str, list[Row]] = {
         of: [] for of in ("llama-factory", "axolotl", "ms-swift", "trl", "litgpt", "verl", "nemo")
     }
