@@ -345,7 +345,9 @@ def _experts(settings: Settings, config: ParsedConfig) -> None:
     kinds = {"alltoall": "alltoall", "flex": "flex"}
     kind = settings.choice("moe-token-dispatcher-type", kinds, "")
     settings.expect("moe-flex-dispatcher-backend", "deepep")
-    if settings.flag("moe-enable-deepep") or kind == "flex":
+    if kind == "flex":
+        settings.idle("moe-enable-deepep")
+    if kind == "flex" or settings.flag("moe-enable-deepep"):
         config.options.append("deepep")
     if settings.number("num-experts"):
         if settings.flag("moe-grouped-gemm") is not True:

@@ -571,12 +571,13 @@ FSDP = [_fsdp(row) for row in _FSDP]
 
 
 def _tuning() -> dict[str, list[Row]]:
-    """Return the configurations of benchmarks/inputs that name no other file, by their reader."""
+    """Return the configurations of benchmarks/inputs that stand alone, by their reader."""
     rows: dict[str, list[Row]] = {
         of: [] for of in ("llama-factory", "axolotl", "ms-swift", "trl", "litgpt", "verl", "nemo")
     }
     for entry in inputs():
-        if entry.reader in rows and not entry.files and entry.refused is None:
+        alone = not entry.files and not entry.values and entry.refused is None
+        if entry.reader in rows and alone:
             row = Row(entry.source, entry.model, entry.cluster, entry.text, ())
             rows[entry.reader].append(row)
     return rows
