@@ -394,7 +394,8 @@ def main() -> None:
     }
     result = {
         "date": datetime.date.today().isoformat(),
-        "command": f"python benchmarks/runtime_overhead.py --runs {options.runs} --pairs {options.pairs}",
+        "command": "python benchmarks/runtime_overhead.py "
+        f"--runs {options.runs} --pairs {options.pairs}",
         "load": [before, os.getloadavg()[0]],
         "runs": options.runs,
         "pairs": options.pairs,
