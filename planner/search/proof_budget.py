@@ -62,7 +62,7 @@ USUAL = Effort(
         programs=12,
         actions=70_000,
         columns=1_500,
-        iterations=2_000,
+        iterations=4_000,
     )
 )
 BRIEF = Effort(
