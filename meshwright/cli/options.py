@@ -227,9 +227,9 @@ PLAN_OPTIONS: dict[str, tuple[Any, Any]] = {
             list[str] | None,
             typer.Option(
                 "--allow",
-                help="offload to the host, async-tensor, framework-options (what its libraries "
-                "may have); stale, compress or quantized (frozen "
-                "weights beside --lora), which change training",
+                help="offload to the host, async-tensor, graphs (of micro-batches), "
+                "framework-options (what its libraries may have); stale, compress or quantized "
+                "(frozen weights beside --lora), which change training",
             ),
         ],
         None,

@@ -165,6 +165,7 @@ LAYOUT_AXES = (
         space="graphs",
         refused="graphs of each {}",  # exported: it changes no value
         machinery="captured graphs",
+        allowance="graphs",
         computes=True,
     ),
 )

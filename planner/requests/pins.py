@@ -38,13 +38,13 @@ from meshwright.planner.schedules import SCHEDULES, schedule_of
 from meshwright.planner.solver.requirements import Requirement
 
 Allowance = Literal[
-    "stale", "compress", "offload", "async-tensor", "quantized", "framework-options"
+    "stale", "compress", "offload", "async-tensor", "graphs", "quantized", "framework-options"
 ]
 """Choice that the search makes only on request.  Weights one step old, 8-bit activations and
 gradients, and frozen weights in 4 bits change the arithmetic of training.  Offloading does not, but
 the search takes longer.  Asynchronous tensor parallelism needs devices that share memory, which no
-cluster document states.  Options of another framework need libraries and releases that a cluster
-may not have."""
+cluster document states.  No device has run captured graphs yet.  Options of another framework need
+libraries and releases that a cluster may not have."""
 SHORT_NAMES = {
     "tp": "tensor",
     "cp": "context",

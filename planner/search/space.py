@@ -569,13 +569,14 @@ def weighs_compilation(request: Request, blocks: Compile) -> bool:
 def captures(request: Request, copy_ranks: int) -> tuple[Graphs, ...]:
     """Return whether micro-batches run as they are, or as captured graphs too.
 
-    Where the user has not said: on GPUs with a copy of the model each, whose passes send nothing,
-    of a model whose operators are known; `copy_ranks` are those of a copy.  A profile's seconds are
-    those of passes that run as they are.
+    Where the user allows it and has not said: on GPUs with a copy of the model each, whose passes
+    send nothing, of a model whose operators are known; `copy_ranks` are those of a copy.  A
+    profile's seconds are those of passes that run as they are.
     """
     if request.pins.graphs is not None:
         return (request.pins.graphs,)
     able = "micro_batch" in request.space.graphs and request.model.architecture is not None
+    able = able and "graphs" in request.pins.allowed
     if able and copy_ranks == 1 and gpus(request) and request.profile is None:
         return ("none", "micro_batch")
     return ("none",)

@@ -330,14 +330,21 @@ def test_a_shell_can_complete(
 
 def test_a_run_says_what_ran_compiled_and_why_the_rest_did_not() -> None:
     why = "there is no C++ compiler; install g++ or set CXX"
-    report = SimpleNamespace(compile_s=26.1, not_compiled={})
+    none_captured = {"captured": 0, "not_captured": None}
+    report = SimpleNamespace(compile_s=26.1, not_compiled={}, **none_captured)
 
     assert list(compiled_texts(report)) == ["compiled blocks, for 26.1 s of the first step"]  # type: ignore[arg-type]
     report = SimpleNamespace(
-        compile_s=0.0, not_compiled={"block.0": why, "block.1": why, "block.2": "graph break"}
+        compile_s=0.0,
+        not_compiled={"block.0": why, "block.1": why, "block.2": "graph break"},
+        captured=12,
+        not_captured="pageable memory",
     )
     assert list(compiled_texts(report)) == [  # type: ignore[arg-type]
         f"eager 2 layers, the first block.0: {why}",
         "eager block.2: graph break",
+        "12 micro-batches ran as captured graphs",
+        "micro-batches ran as they are: pageable memory",
     ]
-    assert not list(compiled_texts(SimpleNamespace(compile_s=0.0, not_compiled={})))  # type: ignore[arg-type]
+    nothing = SimpleNamespace(compile_s=0.0, not_compiled={}, **none_captured)
+    assert not list(compiled_texts(nothing))  # type: ignore[arg-type]

@@ -242,7 +242,7 @@ SENT = {
     ("gradients.py", "all_reduce"): COPIED,
     ("language_model.py", "all_reduce"): HERE,
     ("lora.py", "all_reduce"): HERE,
-    ("in_memory_checkpoint.py", "all_reduce"): HERE,
+    ("object_collectives.py", "all_reduce"): HERE,
     ("peer_restore.py", "send"): HERE,
     ("peer_restore.py", "recv"): HERE,
     ("training_loop.py", "broadcast"): HERE,

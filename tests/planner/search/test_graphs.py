@@ -33,6 +33,7 @@ HOST = HOST.model_copy(
         )
     }
 )
+ALLOWED = Pins(allowed=frozenset({"graphs"}))
 SHORT, LONG = Job(seq_len=256, global_batch=8), Job(seq_len=1024, global_batch=64)
 CAPTURED = Layout(micro_batch=8, micro_batches=1, compile="block", graphs="micro_batch")
 
@@ -41,19 +42,20 @@ def priced(layout: Layout, job: Job = SHORT, cluster: str = "1xh100-sxm-80gb") -
     return layout_prediction(Request(GPT2, resolve_cluster(cluster), job), layout)
 
 
-def test_a_step_that_waits_for_its_host_is_captured() -> None:
-    answer = search(Request(GPT2, ONE, SHORT))
+def test_a_step_that_waits_for_its_host_is_captured_where_that_is_allowed() -> None:
+    answer = search(Request(GPT2, ONE, SHORT, pins=ALLOWED))
 
     assert answer.plan.graphs == "micro_batch"
     assert "graphs: micro_batch" in answer.plan.dump()
-    plain = search(Request(GPT2, ONE, SHORT, pins=Pins(graphs="none")))
+    plain = search(Request(GPT2, ONE, SHORT))
     assert "graphs" not in plain.plan.dump()
     assert answer.prediction.step_time_s < 0.9 * plain.prediction.step_time_s
 
 
 def test_a_step_that_does_not_wait_is_not() -> None:
-    assert search(Request(resolve_model("llama-3.2-1b"), ONE, LONG)).plan.graphs == "none"
-    assert search(Request(GPT2, HOST, SHORT)).plan.graphs == "none"
+    large = Request(resolve_model("llama-3.2-1b"), ONE, LONG, pins=ALLOWED)
+    assert search(large).plan.graphs == "none"
+    assert search(Request(GPT2, HOST, SHORT, pins=ALLOWED)).plan.graphs == "none"
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,7 @@ class Averaging:
 
     stage = 0
     compiler = None
+    graphs = None
 
     def __init__(self, *, slice_rank: int = 0, slices: int = 1) -> None:
         self.slice_rank = slice_rank
