@@ -335,6 +335,7 @@ class _PartSearch:
             if bound_s is not None:
                 self._add_bound(part, bound_s)
                 return
+            candidates = []  # of what is faster the certificate is of all that the part has
         self.search(part, searched, candidates)
 
     @property
