@@ -340,7 +340,7 @@ class Space(Part):
     tensor_overlaps: tuple[TensorOverlap, ...] = ("none",)
     """Executions of tensor-parallel collectives."""
     graphs: tuple[Graphs, ...] = ("none",)
-    """What a layout may let run as one captured graph."""
+    """Parts of a step that a layout may run as one captured graph."""
     precisions: tuple[Precision, ...] | None = None
     """Executed precisions; None: all."""
     optimizers: tuple[Optimizer, ...] = ("adamw",)

@@ -21,7 +21,7 @@ MOST_RUNS = 40
 """Largest number of runs that a text has; a text of more would not be read."""
 MOST_LAYERS = 100_000
 Choice = tuple[str, str]
-"""What a layer recomputes, and where its activations are."""
+"""Recomputation of a layer, and the place of its activations."""
 
 
 def placement_words(stages: Sequence[Sequence[Choice]]) -> list[str]:

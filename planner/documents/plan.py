@@ -497,8 +497,8 @@ class Plan(Document):
     """Execution of tensor-parallel collectives of compiled blocks.  Written only where it is not
     none."""
     graphs: Graphs = "none"
-    """What one launch of a captured CUDA graph runs, forward and backward.  Written only where it
-    is not none."""
+    """Part of a step, forward and backward, that one launch of a captured CUDA graph runs.  Written
+    only where it is not none."""
     training: Training = Training()
     """Settings of the optimizer."""
     timeout_s: Timeout = 600.0

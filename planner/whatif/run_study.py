@@ -293,7 +293,7 @@ def _carried_out(
     sizes = [(study, place, model, offers) for place, model in unsolved_sizes(study)]
     if sizes:
         size_results = sorted(workers.results_of(_size, sizes), key=itemgetter(0))
-        size_texts = tuple(_size_text(study, sizes[at], *found) for at, found in size_results)
+        size_texts = tuple(_size_text(study, sizes[at], *result) for at, result in size_results)
         places = [(sizes[at][1], n) for at, (n, _) in size_results]
         found_places = {place for place, n in places if n}
         if not found_places and {place for place, _ in places} == set(range(len(study.offers))):

@@ -58,7 +58,7 @@ class CudaGraph:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._graph = torch.cuda.CUDAGraph()
-        self._side = _Side.on(device)
+        self._side = _Side.of_device(device)
 
     def warm(self, run: Callable[[], None]) -> None:
         """Run a pass on the stream that captures, whose libraries then have their workspaces."""
@@ -98,7 +98,7 @@ class _Side:
         self.pool = torch.cuda.graph_pool_handle()
 
     @classmethod
-    def on(cls, device: torch.device) -> _Side:
+    def of_device(cls, device: torch.device) -> _Side:
         if device not in cls._every:
             cls._every[device] = cls(device)
         return cls._every[device]
@@ -241,8 +241,8 @@ class MicroBatchGraphs:
         """Let gradients be added where graphs add them, to what passes before have left."""
         if not self._gradients:
             trained = [p for p in self._trained() if p.requires_grad]
-            own = {p: self._gradient(p) for p in trained}
-            self._gradients = {p: _new_gradient(p) if g is None else g for p, g in own.items()}
+            places = {p: self._gradient(p) for p in trained}
+            self._gradients = {p: _new_gradient(p) if g is None else g for p, g in places.items()}
         fresh = []
         for parameter, gradient in self._gradients.items():
             grad = parameter.grad

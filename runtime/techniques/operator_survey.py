@@ -49,8 +49,8 @@ class OperatorCall:
 
     def run(self) -> None:
         """Do it again, on the same memory."""
-        made = self.operator(*self.args, **self.kwargs)
-        for output, new in zip(self.outputs, _tensors((made,)), strict=False):
+        result = self.operator(*self.args, **self.kwargs)
+        for output, new in zip(self.outputs, _tensors((result,)), strict=False):
             output.copy_(new)
 
 
@@ -78,16 +78,16 @@ class OperatorSurvey(TorchDispatchMode):
         kwargs = kwargs or {}
         given = list(_tensors((args, kwargs)))
         result = func(*args, **kwargs)
-        made = list(_tensors((result,)))
+        outputs = list(_tensors((result,)))
         name = str(func.name())
-        self.obstacle = self.obstacle or self._obstacle_of(func, name, [*given, *made], args)
+        self.obstacle = self.obstacle or self._obstacle_of(func, name, [*given, *outputs], args)
         numbers = [tensor for tensor in given if self._is_number(tensor, name)]
         before = set()
         for tensor in given:
             before.add(storage := storage_of(tensor))
             if storage not in self._made and not any(tensor is number for number in numbers):
                 self.outside.setdefault(storage, (tensor.detach(), name))
-        new = tuple(tensor for tensor in made if storage_of(tensor) not in before)
+        new = tuple(tensor for tensor in outputs if storage_of(tensor) not in before)
         self._made |= {storage_of(tensor) for tensor in (*new, *numbers)}
         if name not in VIEWS:
             given_numbers = (_value_of(number) for number in numbers)
