@@ -449,6 +449,7 @@ class DivisionTrial:
             whole_shapes = _dropped_shapes(twin)
             division.apply(twin, watch)
             whole = _run(twin, given, watch, summed, training=training)
+            _forget_weights(twin)
             _compare(whole.outputs, plain.outputs, "its own code makes something else")
             self._whole_runs[key] = watch, whole_shapes
         watch, whole_shapes = self._whole_runs[key]
@@ -462,6 +463,7 @@ class DivisionTrial:
                 shapes = _dropped_shapes(twin)
                 division.apply(twin, part := _TrialRank(rank, division.degree, watch))
                 parts.append(_run(twin, given, part, summed, training=training))
+                _forget_weights(twin)
             partial = self._equal(division, plain, watch, parts)
             partial |= frozenset() if equal is None else equal.partial
             dropouts = division.dropouts or _dropouts(whole_shapes, shapes, division.degree)
@@ -704,6 +706,12 @@ def _run(
         inputs=[*(x.grad for x in taken), *of_stacks, *their_gradients],
         across=across,
     )
+
+
+def _forget_weights(twin: nn.Module) -> None:
+    """Free the weights of a copy that has run: it refers to itself, and would wait for a sweep."""
+    for part in twin.modules():
+        part._parameters.clear()
 
 
 def _backward(outputs: Sequence[Tensor]) -> None:
