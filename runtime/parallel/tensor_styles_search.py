@@ -87,7 +87,8 @@ class DerivedStyles:
     def _study(self, name: str, node: Node) -> DivisionTrial:
         unit = self._module.get_submodule(name)
         kept = self._kept_whole(name)
-        key = (_identity(unit), node.draws, node.grad, self._given.identity(node), tuple(kept))
+        given = self._given.identity(node)
+        key = (_identity(unit), node.draws, node.grad, node.operators, given, tuple(kept))
         if key not in self._studies:
             self._studies[key] = DivisionTrial(
                 unit, lambda: self._given.arguments_of(node), kept, draws=node.draws

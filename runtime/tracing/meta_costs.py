@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.planner.documents.model import LayerTrace
+from meshwright.runtime.tracing.repeated_units import is_block_number
 from meshwright.runtime.tracing.trace import (
     Leaf,
     ModuleTensor,
@@ -179,7 +180,7 @@ def plain_attributes(part: nn.Module) -> tuple[tuple[str, int | str], ...]:
             for key, value in vars(part).items()
             if isinstance(value, int | float | str)
             # The number of a block among its like tells nothing of what it does.
-            and not key.endswith("_idx")
+            and not is_block_number(key, value)
         )
     )
 

@@ -3,12 +3,13 @@
 A model has tens of like blocks, and a recording needs of each what it gives, not how.  Blocks are
 alike where classes, modes, shapes and all attributes are, where they get tensors of the same shapes
 and types, and where the first of them changed nothing, drew nothing of Python's own and returned
-tensors of its own.  The number of a block among its like (`layer_idx`) may differ: whoever reads it
+tensors of its own.  The number of a block among its like (`layer_idx`, `layer_id`) may differ: whoever reads it
 in the first block makes all of them run.
 """
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,8 +25,17 @@ from meshwright.runtime.core.side_effects import Changes
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.Size, torch.device)
 """Types whose values are compared; other objects are alike where they are the same one."""
-NUMBER = "_idx"
-"""Ending of the names of attributes that number a block among blocks of its kind."""
+_NUMBER = re.compile(r"_idx$|^(layer|block)_(id|index|num|number)$")
+"""Names of attributes that number a block among blocks of its kind."""
+
+
+def is_block_number(name: str, value: object) -> bool:
+    """Return whether an attribute numbers a block among its like.
+
+    >>> [is_block_number(name, 3) for name in ("layer_idx", "layer_id", "num_layers", "block_size")]
+    [True, True, False, False]
+    """
+    return type(value) is int and _NUMBER.search(name) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +167,7 @@ def _of_attributes(part: nn.Module, numbers: dict[Any, int]) -> Iterator[Hashabl
                 yield below, _of_value(tensor, numbers)
         elif name == "_modules":
             yield tuple(value)
-        elif not (name.endswith(NUMBER) and type(value) is int):
+        elif not is_block_number(name, value):
             yield name, _of_value(value, numbers)
 
 
@@ -192,7 +202,7 @@ class _BlockNumbers:
             (vars(part), name, value)
             for part in module.modules()
             for name, value in vars(part).items()
-            if name.endswith(NUMBER) and type(value) is int
+            if is_block_number(name, value)
         ]
 
     @contextmanager
