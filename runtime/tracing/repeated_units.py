@@ -3,7 +3,7 @@
 A model has tens of like blocks, and a recording needs of each what it gives, not how.  Blocks are
 alike where classes, modes, shapes and all attributes are, where they get tensors of the same shapes
 and types, and where the first of them changed nothing, drew nothing of Python's own and returned
-tensors of its own.  The number of a block among its like (`layer_idx`, `layer_id`) may differ: whoever reads it
+tensors of its own.  The number of a block among its like (`layer_idx`) may differ: whoever reads it
 in the first block makes all of them run.
 """
 
