@@ -124,6 +124,8 @@ class LayoutCosts:
     """Part of context_bytes: buffers in which gradients are gathered for their reduction."""
     flat_bytes_at_most: float
     """Bytes of a shard's gradients that the optimizer's step copies together, at most."""
+    has_gradient_buckets: bool
+    """True if the gradients of neighbouring parameters are allocated together."""
     recorded_bytes: float
     """Freed buffers of collectives, not reusable until these end on the device."""
     workspace_bytes: float
@@ -268,6 +270,7 @@ class CostTables:
             context_bytes=shared.context_bytes,
             reduce_bytes=shared.reduce_bytes,
             flat_bytes_at_most=self._flat_bytes_at_most(layout),
+            has_gradient_buckets=self._holding.sharing(layout).has_buckets,
             recorded_bytes=shared.recorded_bytes,
             workspace_bytes=self._workspace_bytes,
             host_share=usable_share(self._rates.framework, layout.offload),

@@ -356,11 +356,35 @@ def _trial_of_module(
     if not once.makes_as(again):  # statistics that no training forward reads are none of these
         changed |= buffers
     elif slow and _reads(twin, recorder, few, slow):  # a spectral norm's, when it has settled
-        changed |= slow
+        moving = _moving_buffers(twin, recorder, few) & slow
+        derived = slow - moving  # tables of a length that a first forward makes
+        if derived and changes_by_samples(module, recorder, few, derived):  # a first batch's mean
+            moving |= derived
+        changed |= moving
     for parameter in module.parameters():
         parameter.grad = None  # a forward that was replaced by a function runs the module itself
     unnamed = not (again.changes or changed or once.makes_as(again))
     return once, again.changes | frozenset(changed), unnamed, buffers
+
+
+def _moving_buffers(module: nn.Module, recorder: Recorder, few: Any) -> set[str]:
+    """Return the names of buffers that two forwards of the same weights change twice.
+
+    The weights are others than a forward has seen, as in the next step: vectors that have settled
+    move on.
+    """
+    with restore_side_effects(module, recorder.inputs), torch.enable_grad():
+        twin = deepcopy_module(module)
+        with torch.no_grad():
+            for weight in twin.parameters():
+                factors = torch.linspace(0.9, 1.1, weight.numel()).view(weight.shape)
+                weight.mul_(factors.to(weight))
+        seed_all(0)
+        _forward_of(twin, recorder, few)
+        before = deepcopy_module(twin)
+        seed_all(0)
+        _forward_of(twin, recorder, few)
+    return _changed_buffers(recorder, before, twin)
 
 
 def _statistics(module: nn.Module) -> set[str]:

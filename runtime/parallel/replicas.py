@@ -19,15 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshwright.planner.costs.memory.gradient_buckets import gradient_bucket_bytes
 from meshwright.runtime.core.local_parts import divided_like, to_local
-
-BUCKET_BYTES = 25 * 2**20
-"""Least size of a bucket in bytes, if there are as many."""
-LEAST_BUCKET_BYTES = 2**20
-"""Least size of a small model's bucket: a message of fewer bytes takes as long."""
-FEWEST_BUCKETS = 8
-"""Fewest buckets of a small model: each is allocated whole while activations are alive, and its
-reduction overlaps with backward."""
 
 
 @dataclass(slots=True, eq=False)
@@ -247,7 +240,7 @@ def _buckets(
     # A parameter that is used twice is complete when backward comes to its first use.
     ordered = list(reversed(dict.fromkeys(parameters)))
     whole_bytes = sum(to_local(parameter).nbytes for parameter, _ in ordered)
-    enough_bytes = min(BUCKET_BYTES, max(whole_bytes / FEWEST_BUCKETS, LEAST_BUCKET_BYTES))
+    enough_bytes = gradient_bucket_bytes(whole_bytes)
     for parameter, group in ordered:
         kind = group, dtype or parameter.dtype
         bucket = open_.get(kind)

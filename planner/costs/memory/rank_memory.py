@@ -25,6 +25,7 @@ from numpy.typing import ArrayLike
 
 from meshwright.planner.costs.layer_strategy import LayerBytes, StrategyParts
 from meshwright.planner.costs.layout_costs import counted_by_rank
+from meshwright.planner.costs.memory.gradient_buckets import allocated_gradient_bytes
 from meshwright.planner.costs.memory.state_bytes import BUCKETS
 from meshwright.planner.documents.tolerances import SETTLED
 from meshwright.planner.operators.operator_table import either, larger, smaller
@@ -94,6 +95,10 @@ class RankCosts(Protocol):
     @property
     def flat_bytes_at_most(self) -> float:
         """Bytes of a shard's gradients that the optimizer's step copies together, at most."""
+
+    @property
+    def has_gradient_buckets(self) -> bool:
+        """True if the gradients of neighbouring parameters are allocated together."""
 
     @property
     def recorded_bytes(self) -> float:
@@ -221,7 +226,7 @@ def _of_one(
         buffers = (ends * alive + 2) * costs.boundary_bytes
     # Those of captured graphs have their memory from step to step.
     replacing = alive == layout.micro_batches and layout.graphs == "none"
-    peaks = [*_moments(layers, alive, replacing=replacing)]
+    peaks = [*_moments(layers, alive, replacing=replacing, buckets=costs.has_gradient_buckets)]
     # The optimizer's moment.
     flat = smaller(sum(layer.flat for layer in layers), costs.flat_bytes_at_most)
     written = sum(layer.gradients for layer in layers)
@@ -246,15 +251,15 @@ def in_flight_at_most(layout: Layout, stage: int) -> int:
 
 
 def _moments(
-    layers: Layers, alive: int, *, replacing: bool
+    layers: Layers, alive: int, *, replacing: bool, buckets: bool
 ) -> Iterator[tuple[float, float, float, float]]:
     """Yield bytes of (gathered copies, gradients, activations, working memory) where a peak may be.
 
     These are each layer's forward and backward with the most micro-batches in flight.  Activations
     of layers behind are not yet or no longer there; copies that a backward gathers are there only
     behind, as is what backwards leave.  So are gradients of a step's first backward if all forwards
-    come first (`replacing`); with more micro-batches than are in flight, gradients are whole from
-    then on.
+    come first (`replacing`), in `buckets` or each for itself; with more micro-batches than are in
+    flight, gradients are whole from then on.
     """
     stored = sum(layer.stored for layer in layers)
     copies = behind_copies = sum(layer.gathered for layer in layers)
@@ -274,7 +279,8 @@ def _moments(
             yield behind_copies, gradients, before + left, larger(forward, backward)
             continue
         yield nothing, nothing, before, forward
-        yield behind_copies, behind, before + left, backward
+        allocated = allocated_gradient_bytes(behind, gradients) if buckets else behind
+        yield behind_copies, allocated, before + left, backward
         if alive > 1:
             yield copies, gradients, before - stored, backward
 

@@ -326,6 +326,12 @@ class StateSharding:
         return needed or (self.data > 1 and (self.is_sharded or self.wire in ("bf16", "fp16")))
 
     @property
+    def has_buckets(self) -> bool:
+        """True if whole gradients, which FSDP2 does not wrap, lie in buckets of several."""
+        apart = self.wire == "powersgd"  # the optimizer's step makes their mean
+        return self.leaves_whole and self.data > 1 and not (self.is_wrapped or apart)
+
+    @property
     def is_mixed(self) -> bool:
         """True if passes compute in another type than that of the parameters that are trained."""
         return self.types.working != self.types.stored_bytes

@@ -299,3 +299,28 @@ def test_vectors_that_hardly_move_are_seen_to_move() -> None:
     names = changing_names(module, Recorder(module, x), x)
 
     assert names == {f"0.parametrizations.weight.0.{vector}" for vector in ("_u", "_v")}
+
+
+class Scaled(nn.Module):
+    """A buffer that the first forward makes: a table of its length, or a mean of its samples."""
+
+    def __init__(self, *, by_samples: bool) -> None:
+        super().__init__()
+        self.linear, self.by_samples = nn.Linear(WIDTH, WIDTH), by_samples
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "scale"):
+            scale = x.mean(0) if self.by_samples else torch.arange(x.shape[1]).cos()
+            self.register_buffer("scale", scale.detach())
+        made: Tensor = self.linear(x * self.scale)
+        return made
+
+
+@pytest.mark.parametrize("by_samples", [False, True])
+def test_what_a_first_forward_makes_changes_if_it_is_of_samples(by_samples: bool) -> None:
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))
+    module = Scaled(by_samples=by_samples)
+
+    names = changing_names(module, Recorder(module, x), x)
+
+    assert names == ({"scale"} if by_samples else set())

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshwright.planner.costs.memory import gradient_buckets
 from meshwright.runtime.parallel import replicas
 from meshwright.runtime.parallel.replicas import Replicas
 from tests.runtime.ranks import on_ranks
@@ -35,7 +36,7 @@ WAYS = ((0, 0), (0, 1))
 
 def of_two_ranks(bucket_bytes: int, backwards: int | None) -> list[list[Tensor | None]]:
     """Return the gradients of two steps."""
-    replicas.BUCKET_BYTES = bucket_bytes
+    gradient_buckets.BUCKET_BYTES = bucket_bytes
     model, rank = Branching(), dist.get_rank()
     mean = Replicas(((p, dist.group.WORLD) for p in model.parameters()), backwards=backwards)
     steps = []
@@ -73,7 +74,7 @@ def test_gradients_are_the_mean_over_ranks(bucket_bytes: int, backwards: int | N
 
 def sent_before_the_end() -> list[int]:
     """Return how many buckets were under way after each backward."""
-    replicas.BUCKET_BYTES = 1
+    gradient_buckets.BUCKET_BYTES = 1
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     mean = Replicas(((p, dist.group.WORLD) for p in model.parameters()), backwards=2)
     sent = []

@@ -48,6 +48,7 @@ class Process:
     room_share: float = 1.0
     reduce_bytes: float = 0.0
     flat_bytes_at_most: float = 100.0
+    has_gradient_buckets: bool = False
     recorded_bytes: float = 0.0
     workspace_bytes: float = 0.0
 
@@ -164,3 +165,18 @@ def test_an_eager_adamw_has_roots_of_all_second_moments_at_once() -> None:
 
     assert peak_bytes(used) == pytest.approx(10 * parameters, rel=0.005)
     assert peak_bytes(fused) < peak_bytes(used) - parameters
+
+
+def test_a_bucket_of_gradients_is_allocated_with_the_first_of_them() -> None:
+    """The first layer's backward has 36 MiB of gradients in eight buckets of 5 MiB."""
+    mib = 2.0**20
+    stage = {0: [LAYER._replace(gradients=4 * mib, stored=3 * mib)] * 10}
+
+    def peak(*, buckets: bool) -> dict[str, float]:
+        process = Process(has_gradient_buckets=buckets)
+        return rank_memory.dynamic_parts(process, Layout(), stage, rank=0)
+
+    apart, together = peak(buckets=False), peak(buckets=True)
+
+    assert (apart["activations"], apart["gradients"]) == (0.0, 40 * mib)
+    assert (together["activations"], together["gradients"]) == (3 * mib, 40 * mib)
