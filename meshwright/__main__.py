@@ -1,6 +1,7 @@
 """`python -m meshwright` is `meshwright`."""
 
 import gc
+import io
 import sys
 
 from meshwright.planner.system.stdout_guard import stdout_is_lost
@@ -13,6 +14,8 @@ is loaded again and again, a seventh of the start."""
 def main() -> int:
     """Run the command of this process; Ctrl-C ends it without a traceback while it loads too."""
     gc.set_threshold(YOUNG)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # its locale may lack a letter, as in µs
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         if sys.argv[1:] == ["--version"]:  # which needs no command
             from meshwright.api.version import version  # noqa: PLC0415 - other commands need none

@@ -30,6 +30,7 @@ import errno
 import itertools
 import math
 import os
+import re
 import sys
 from collections.abc import Iterator
 from io import BufferedReader
@@ -318,12 +319,12 @@ _LONGEST_RECORD_BYTES = 1 << 16
 
 def account_of(output: Path) -> RunSeconds:
     """Return where the seconds of all attempts of a run went, as its events say."""
-    return viewer(output).seconds
+    return _followed(output).seconds
 
 
 def expected_of(output: Path) -> Expected | None:
     """Return what was predicted of a run before its first attempt."""
-    return viewer(output).expectation
+    return _followed(output).expectation
 
 
 def viewer(output: Path) -> Viewer:
@@ -335,6 +336,63 @@ def viewer(output: Path) -> Viewer:
     return viewing
 
 
+class _EventFollower:
+    """What the events of a run amount to; each look reads only the events that are new.
+
+    All are read again where the file is another one: a segment, or removed and begun anew.
+    """
+
+    def __init__(self) -> None:
+        self._viewing = Viewer()
+        self._place: tuple[int, ...] | None = None
+        """Number of the last segment, and which file the newest events are in."""
+        self._offset, self._end = 0, b""
+        """Where the next event begins, and the bytes before it."""
+
+    def look(self, path: Path) -> Viewer:
+        """Read what is new in a file of events."""
+        if not path.exists():
+            self._place = None
+            return record_segments.viewer_of(path)
+        last = max((number for number, _ in segments(path)), default=0)
+        with _records(path) as file:
+            status = os.fstat(file.fileno())
+            place = (last, status.st_dev, status.st_ino)
+            if place != self._place or not self._goes_on(file):
+                self._place, self._offset, self._end = None, 0, b""
+                self._viewing = record_segments.viewer_of(path)
+                file.seek(0)
+            for event in events_of(self._new_lines(file)):
+                self._viewing.add(event)
+            self._place = place
+        return self._viewing
+
+    def _goes_on(self, file: BufferedReader) -> bool:
+        """Return whether a file has what was read of it, and seek what comes next."""
+        file.seek(self._offset - len(self._end))
+        return file.read(len(self._end)) == self._end
+
+    def _new_lines(self, file: BufferedReader) -> Iterator[bytes]:
+        while line := file.readline(LONGEST_EVENT_BYTES + 1):
+            if not line.endswith(b"\n") and len(line) <= LONGEST_EVENT_BYTES:
+                return  # it is being written
+            self._offset, self._end = self._offset + len(line), line[-_COMPARED_BYTES:]
+            yield line
+
+
+_COMPARED_BYTES = 256
+_followers: collections.defaultdict[Path, _EventFollower] = collections.defaultdict(_EventFollower)
+
+
+_STEP_LINE = re.compile(rb'\{"at_unix_s": [^,]*, "event": "step", "record": \{"step": (\d{1,18}),')
+"""How the event of a step begins, as it is written: its number is known without all of it."""
+
+
+def _followed(output: Path) -> Viewer:
+    path = events_file(output).absolute()
+    return _followers[path].look(path)
+
+
 def steps_of_events(output: Path, *, after: int, until: float = math.inf) -> list[StepRecord]:
     """Return the steps behind one and until another, each as it was done last.
 
@@ -342,12 +400,21 @@ def steps_of_events(output: Path, *, after: int, until: float = math.inf) -> lis
     """
     path = events_file(output)
     records: dict[int, StepRecord] = {}
-    parts = [_newest_events(path)]
-    older = (events_of(record_segments.lines_of(file)) for _, file in reversed(segments(path)))
-    for part in itertools.chain(parts, older):
-        steps = {event.record.step: event.record for event in part if event.event == "step"}
+    older = (record_segments.lines_of(file) for _, file in reversed(segments(path)))
+    for part in itertools.chain([_newest_lines(path)], older):
+        least = math.inf
+        later = []
+        for line in part:
+            match = _STEP_LINE.match(line)
+            step = int(match[1]) if match else after + 1  # it is read, to be looked at
+            least = min(least, step)
+            if after < step:
+                later.append(line)
+        steps = {
+            event.record.step: event.record for event in events_of(later) if event.event == "step"
+        }
         records = {step: record for step, record in steps.items() if after < step} | records
-        if steps and min(steps) <= after:
+        if least <= after:
             break
     return [records[step] for step in sorted(records) if step <= until]
 
@@ -361,9 +428,13 @@ def events(output: Path) -> Iterator[Event]:
 
 
 def _newest_events(path: Path) -> Iterator[Event]:
+    yield from events_of(_newest_lines(path))
+
+
+def _newest_lines(path: Path) -> Iterator[bytes]:
     if path.exists():
         with _records(path) as file:
-            yield from events_of(iter(lambda: file.readline(LONGEST_EVENT_BYTES + 1), b""))
+            yield from iter(lambda: file.readline(LONGEST_EVENT_BYTES + 1), b"")
 
 
 def _records(path: Path) -> BufferedReader:
@@ -409,19 +480,28 @@ def newest_record(path: Path) -> StepRecord | None:
 def forget_steps_after(step: int, path: Path) -> None:
     """Drop the lines of steps that a resumed run will do again."""
     for _, segment in reversed(segments(path)):
-        records = list(_whole_records(record_segments.lines_of(segment)))
-        kept = [record for record in records if record.step <= step]
-        if kept and len(kept) == len(records):
+        whole, kept = _lines_until(step, record_segments.lines_of(segment))
+        if kept and len(kept) == whole:
             break
         segment.unlink()
         if kept:
-            text = "".join(map(json_line, kept))
-            write_text(text, segment.with_name(segment.name.removesuffix(".gz")))
-    newest: list[StepRecord] = []
+            plain = segment.with_name(segment.name.removesuffix(".gz"))
+            write_text(b"".join(kept).decode(), plain)
+            break
+    newest: list[bytes] = []
     if path.exists():
         with _records(path) as file:
-            newest = list(_whole_records(iter(lambda: file.readline(_LONGEST_RECORD_BYTES), b"")))
-    write_text("".join(json_line(record) for record in newest if record.step <= step), path)
+            lines_read = iter(lambda: file.readline(_LONGEST_RECORD_BYTES), b"")
+            _, newest = _lines_until(step, lines_read)
+    write_text(b"".join(newest).decode(), path)
+
+
+def _lines_until(step: int, lines_read: Iterator[bytes]) -> tuple[int, list[bytes]]:
+    """Return how many lines are whole, and those of them that are of no later step."""
+    whole, again = itertools.tee(lines_read)
+    records = list(_whole_records(whole))
+    kept = [line for record, line in zip(records, again, strict=False) if record.step <= step]
+    return len(records), [line.removesuffix(b"\n") + b"\n" for line in kept]
 
 
 def log_text(log: Path) -> str:

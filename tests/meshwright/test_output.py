@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -348,3 +351,19 @@ def test_a_run_says_what_ran_compiled_and_why_the_rest_did_not() -> None:
     ]
     nothing = SimpleNamespace(compile_s=0.0, not_compiled={}, **none_captured)
     assert not list(compiled_texts(nothing))  # type: ignore[arg-type]
+
+
+def test_a_locale_without_a_letter_ends_no_command() -> None:
+    """A run of minutes must not end with a traceback of its report, which has µs."""
+    program = (
+        "import sys; sys.argv = ['meshwright', '--version']\n"
+        "from meshwright.__main__ import main\n"
+        "main(); print('5 \\u00b5s')"
+    )
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0"}
+    environment.pop("PYTHONIOENCODING", None)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.splitlines()[-1] == rb"5 \xb5s"

@@ -165,3 +165,30 @@ def test_what_is_read_does_not_grow_with_age(tmp_path: Path) -> None:
             (tmp_path / "300" / "records" / "metrics-000001.jsonl.gz").read_bytes()
         ).decode()
     )
+
+
+@pytest.mark.usefixtures("small")
+def test_looks_that_read_what_is_new_see_what_one_reading_sees(tmp_path: Path) -> None:
+    """The account is looked at while lines are added, files rotate, and records are removed."""
+    events, path = run_of(300, seed=5), run_folder.events_file(tmp_path)
+    rotation = Rotation(path, run_folder.metrics_file(tmp_path))
+    for number, event in enumerate(events):
+        whole = json_line(event).encode()
+        with path.open("ab") as file:  # a look may come while a line is written
+            file.write(whole[:9])
+            file.flush()
+            if number % 7 == 0:
+                run_folder.account_of(tmp_path)
+            file.write(whole[9:])
+        if number % 20 == 0:
+            rotation.look(now_s=1e6 + number)
+        if number % 11 == 0:
+            assert run_folder.account_of(tmp_path) == run_folder.viewer(tmp_path).seconds
+        if number == 200:
+            path.unlink()
+            run_folder.append_record(events[1], path)
+            assert run_folder.account_of(tmp_path) == run_folder.viewer(tmp_path).seconds
+    path.write_bytes(b"")
+    assert run_folder.account_of(tmp_path) == run_folder.viewer(tmp_path).seconds
+    assert run_folder.expected_of(tmp_path) == events[0]
+    assert len(segments(path)) > 1
