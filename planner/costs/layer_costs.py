@@ -115,7 +115,7 @@ class LayerFigures:
         that thousands take a tenth of a second, and all their figures are known afterwards.  What a
         profile corrects is worked out one by one.
         """
-        alike: dict[tuple[bool | str, ...], list[int]] = {}
+        alike: dict[tuple[bool | int | str, ...], list[int]] = {}
         apart: list[tuple[list[int], KindFigures]] = []
         for index, (setting, layout) in enumerate(places):
             if self.profile is None or not corrects(self.profile.layers, setting):

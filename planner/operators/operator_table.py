@@ -129,7 +129,7 @@ class Setting:
         return self.tokens / self.tensor if self.sequence_parallel else self.tokens
 
     @property
-    def branches(self) -> tuple[bool | str, ...]:
+    def branches(self) -> tuple[bool | int | str, ...]:
         """Properties that change which operators a layer has, and not only their figures."""
         return (
             self.divides_tensors,
@@ -137,7 +137,7 @@ class Setting:
             self.spreads_experts,
             self.is_batched,
             self.sequence_parallel,
-            self.loss is not None,
+            0 if self.loss is None else self.loss.rows,
             self.loss is not None and self.loss.gradients == "recomputed",
             self.compiled,
             self.captured,
@@ -189,7 +189,7 @@ class ManySettings(Setting):
     properties below; so one pass over the operators of a layer serves thousands of settings.
     """
 
-    taken: tuple[bool | str, ...]
+    taken: tuple[bool | int | str, ...]
 
     @classmethod
     def framework(cls, settings: Sequence[Setting]) -> ManySettings:

@@ -17,7 +17,7 @@ from meshwright.planner.documents.cluster import ClusterSpec, Precision
 from meshwright.planner.documents.document import read
 from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.plan import Job, Layout
-from meshwright.planner.documents.profile import Profile
+from meshwright.planner.documents.profile import ChunkedLoss, Profile
 from meshwright.planner.operators import layer_operators as arithmetic
 from meshwright.planner.operators.operator_table import ManySettings, Setting
 from meshwright.planner.requests.pins import Pins
@@ -61,6 +61,23 @@ def test_a_table_of_many_settings_is_the_tables_of_each(name: str, divided: int)
                 for size, sizes in zip(one.outputs.values(), many.outputs.values(), strict=True):
                     mine = sizes[index] if hasattr(sizes, "shape") else sizes
                     assert mine == pytest.approx(size, rel=1e-12)
+
+
+def test_losses_in_chunks_of_other_rows_have_figures_of_their_own() -> None:
+    """Fewer chunks read the head's weights less often, whichever layout is listed first."""
+    request = Request(
+        resolve_model("llama-3.2-1b"),
+        resolve_cluster("8xh100-sxm-80gb"),
+        Job(seq_len=4096, global_batch=64),
+    )
+    few = Layout(data_replicate=8, micro_batch=2, micro_batches=4, loss=ChunkedLoss(rows=4096))
+    many = replace(few, loss=ChunkedLoss(rows=1024))
+    for order in ((few, many), (many, few)):
+        together = CostTables(request).figures_together(order)["head"][0].forward_s
+        for place, layout in enumerate(order):
+            alone = CostTables(request).figures_together([layout])["head"][0].forward_s
+            assert together[place] == pytest.approx(alone, rel=1e-12)
+        assert together[order.index(few)] < together[order.index(many)]
 
 
 @pytest.mark.long("mixtral-8x7b-4x8xh100-sxm-80gb-job0", "deepseek-v3-4x8xh800-sxm-80gb-job1")
