@@ -397,7 +397,7 @@ class _PartSearch:
             low = 1 - min(self.bounds, default=0.0) / (
                 goal.step_s * self.rate(part.request.cluster)
             )
-            goal.take(self._beside(part, max(low, self.effort.gap)))
+            goal.set_effort(self._effort_beside(part, max(low, self.effort.gap)))
             queue.run()
             lowest = queue.lowest()
         if goal.best is not best:
@@ -405,7 +405,7 @@ class _PartSearch:
         bound_s = goal.step_s if lowest is None else min(goal.step_s, lowest.bound_s)
         return max(part.bound_s, bound_s)
 
-    def _beside(self, part: ClusterPart, gap: float = 0.0) -> Effort:
+    def _effort_beside(self, part: ClusterPart, gap: float = 0.0) -> Effort:
         """Return the effort for a part beside a plan that is known, to end at a gap."""
         effort = replace(self.effort, gap=max(gap, self.effort.gap))
         if self.effort is USUAL and not part.whole:
@@ -438,7 +438,7 @@ class _PartSearch:
         """
         has_all = not candidates or self.best is None
         limit_s = self.limit_s(part)
-        effort = self.effort if self.best is None else self._beside(part)
+        effort = self.effort if self.best is None else self._effort_beside(part)
         try:
             fastest = searched(
                 part.request,

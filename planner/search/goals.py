@@ -204,10 +204,10 @@ class SimulatedStepGoal(SearchGoal):
         self.closed = False
         """True if the gap is as small as it is asked to be."""
         self._gap_progress = gap_progress
-        self.take(effort)
+        self.set_effort(effort)
 
-    def take(self, effort: Effort) -> None:
-        """Take an effort from now on, of which what was spent is a part."""
+    def set_effort(self, effort: Effort) -> None:
+        """Search with an effort from now on, of which what was spent is a part."""
         self.effort = effort
         self._efforts = effort.further or effort, effort
 
