@@ -319,12 +319,12 @@ _LONGEST_RECORD_BYTES = 1 << 16
 
 def account_of(output: Path) -> RunSeconds:
     """Return where the seconds of all attempts of a run went, as its events say."""
-    return _followed(output).seconds
+    return _viewer_of_events(output).seconds
 
 
 def expected_of(output: Path) -> Expected | None:
     """Return what was predicted of a run before its first attempt."""
-    return _followed(output).expectation
+    return _viewer_of_events(output).expectation
 
 
 def viewer(output: Path) -> Viewer:
@@ -337,7 +337,7 @@ def viewer(output: Path) -> Viewer:
 
 
 class _EventFollower:
-    """What the events of a run amount to; each look reads only the events that are new.
+    """Reads the events of a run; each look reads only those that are new.
 
     All are read again where the file is another one: a segment, or removed and begun anew.
     """
@@ -347,7 +347,7 @@ class _EventFollower:
         self._place: tuple[int, ...] | None = None
         """Number of the last segment, and which file the newest events are in."""
         self._offset, self._end = 0, b""
-        """Where the next event begins, and the bytes before it."""
+        """Place of the next event, and the bytes before it."""
 
     def look(self, path: Path) -> Viewer:
         """Read what is new in a file of events."""
@@ -385,10 +385,10 @@ _followers: collections.defaultdict[Path, _EventFollower] = collections.defaultd
 
 
 _STEP_LINE = re.compile(rb'\{"at_unix_s": [^,]*, "event": "step", "record": \{"step": (\d{1,18}),')
-"""How the event of a step begins, as it is written: its number is known without all of it."""
+"""First words of a step's event, as it is written: its number is known without all of it."""
 
 
-def _followed(output: Path) -> Viewer:
+def _viewer_of_events(output: Path) -> Viewer:
     path = events_file(output).absolute()
     return _followers[path].look(path)
 
