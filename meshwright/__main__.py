@@ -1,19 +1,14 @@
 """`python -m meshwright` is `meshwright`."""
 
-import gc
 import io
 import sys
 
+from meshwright.planner.system.gc_pause import pause_collector
 from meshwright.planner.system.stdout_guard import stdout_is_lost
-
-YOUNG = 100_000
-"""New objects after which the collector looks for cycles.  With Python's 700 it goes through what
-is loaded again and again, a seventh of the start."""
 
 
 def main() -> int:
     """Run the command of this process; Ctrl-C ends it without a traceback while it loads too."""
-    gc.set_threshold(YOUNG)
     if isinstance(sys.stdout, io.TextIOWrapper):  # its locale may lack a letter, as in µs
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -25,7 +20,8 @@ def main() -> int:
             except OSError:
                 return 1
             return int(stdout_is_lost())
-        from meshwright.cli import main as run  # noqa: PLC0415 - what is interrupted
+        with pause_collector():  # which would go through what is loaded again and again
+            from meshwright.cli import main as run  # noqa: PLC0415 - what is interrupted
 
         status = run()
         return status or int(stdout_is_lost())

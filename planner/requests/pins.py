@@ -194,7 +194,7 @@ def read_layout(text: str, allow: Sequence[str] = ()) -> tuple[Pins, int | None]
     >>> read_layout("tp=8 pp=16 dp=1 zero=0 interleaved stages=8/rank micro_batch=1x16")[0].schedule
     'interleaved'
     """
-    _, words = read_placement(re.split(r"[,\s]+", text.strip()))
+    _, words = read_placement(_words_of(text))
     parts = [_as_pin(part) for part in words]
     idle = [part for part in parts if part.partition("=")[0] == "idle"]
     others = [part for part in parts if part not in idle and not _is_framework(part)]
@@ -209,9 +209,14 @@ def read_layout(text: str, allow: Sequence[str] = ()) -> tuple[Pins, int | None]
     return pins, int(value)
 
 
+def _words_of(layout: str) -> list[str]:
+    """Return the words of a layout's text, as pins or as answers print them."""
+    return re.split(r"[,\s]+", layout.strip())
+
+
 def placement_beside(layout: str) -> Placement | None:
     """Return what a layout's text says of its stages, if it does."""
-    return read_placement(re.split(r"[,\s]+", layout.strip()))[0]
+    return read_placement(_words_of(layout))[0]
 
 
 def framework_beside(layout: str, framework: str) -> str:
@@ -224,7 +229,7 @@ def framework_beside(layout: str, framework: str) -> str:
     >>> framework_beside("tp=2 dp=4", "megatron")
     'megatron'
     """
-    words = [word for word in re.split(r"[,\s]+", layout.strip()) if _is_framework(word)]
+    words = [word for word in _words_of(layout) if _is_framework(word)]
     named = list(dict.fromkeys(framework_called(word).name for word in words))
     if not named:
         return framework

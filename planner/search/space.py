@@ -575,9 +575,9 @@ def captures(request: Request, copy_ranks: int) -> tuple[Graphs, ...]:
     """
     if request.pins.graphs is not None:
         return (request.pins.graphs,)
-    able = "micro_batch" in request.space.graphs and request.model.architecture is not None
-    able = able and "graphs" in request.pins.allowed
-    if able and copy_ranks == 1 and gpus(request) and request.profile is None:
+    allowed = "graphs" in request.pins.allowed and "micro_batch" in request.space.graphs
+    from_operators = request.model.architecture is not None and request.profile is None
+    if allowed and from_operators and copy_ranks == 1 and gpus(request):
         return ("none", "micro_batch")
     return ("none",)
 

@@ -15,6 +15,7 @@ passes, or no longer does, then halved towards the border between them.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -739,13 +740,12 @@ def most_affordable(
             "goal.deadline_days (--deadline-days), of the days of rent; give one of them",
         )
 
-    outcomes: dict[int, CandidateOutcome] = {}
+    @functools.cache
+    def outcome_of(n: int) -> CandidateOutcome:
+        return evaluate(study, model, candidate_of_size(study, offer, n, quotes), store=store)
 
     def too_dear(n: int) -> bool:
-        if n not in outcomes:
-            candidate = candidate_of_size(study, offer, n, quotes)
-            outcomes[n] = evaluate(study, model, candidate, store=store)
-        return outcomes[n].fits and not _sure(study, outcomes[n], "budget")
+        return outcome_of(n).fits and not _sure(study, outcome_of(n), "budget")
 
     (most, _), least = min(size_bounds(study, model, single)), 1
     while not too_dear(least) and least < most:
@@ -753,8 +753,8 @@ def most_affordable(
     if not too_dear(least):
         return least
     affordable = border(too_dear, least // 2, least) - 1
-    if affordable < 1 or (not too_dear(affordable) and not outcomes[affordable].fits):
-        dearer = outcomes[affordable + 1]
+    if affordable < 1 or not outcome_of(affordable).fits:
+        dearer = outcome_of(affordable + 1)
         cost = "more" if dearer.outlay_usd is None else usd_text(dearer.outlay_usd)
         raise NoSizeError(
             "solve",

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from meshwright.planner.documents.plan import Axis, Plan
 from meshwright.planner.documents.plan import Mesh as Degrees
 from meshwright.planner.errors import LaunchError
+from meshwright.runtime.core.object_collectives import number_of_ranks
 
 # Groups cost sockets and memory for as long as the process lives, so equal meshes share them.
 _meshes: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
@@ -289,7 +290,7 @@ def wants_mesh(plan: Plan) -> bool:
 def place_of(plan: Plan, device: torch.device) -> Place:
     """Return this rank's place in the plan's mesh; every rank of the job calls it together."""
     degrees = plan.mesh
-    world = dist.get_world_size() if dist.is_initialized() else 1
+    world = number_of_ranks()
     if world != degrees.devices:
         raise LaunchError(
             f"the plan is for {degrees.devices} ranks, and {world} are running; "

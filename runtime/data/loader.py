@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from meshwright.planner.errors import BatchError, LaunchError
-from meshwright.runtime.core.object_collectives import all_gather_json
+from meshwright.runtime.core.object_collectives import all_gather_json, own_rank
 from meshwright.runtime.data.sample_digest import PRIME, SampleDigest
 
 
@@ -116,8 +116,7 @@ class UsedSamples:
         self.before = SampleDigest()
         """Digest of the samples used before the ranks were last asked."""
         self._own = SampleDigest()
-        slices = all_gather_json(slice_rank) if dist.is_initialized() else [slice_rank]
-        self._counts = not dist.is_initialized() or slices.index(slice_rank) == dist.get_rank()
+        self._counts = all_gather_json(slice_rank).index(slice_rank) == own_rank()
 
     def go_on_from(self, before: SampleDigest) -> None:
         """Take what was used until a state that is gone on from."""

@@ -257,7 +257,7 @@ class ScriptState:
         """Give parameters and buffers the values of these whole tensors, by name."""
         tensors = self.tensors()
         held = [name.removeprefix("model.") for name in tensors if name.startswith("model.")]
-        every = all_gather_json(held) if dist.is_initialized() else [held]
+        every = all_gather_json(held)
         names_here = {*self._aliases, *(name for names in every for name in names)}
         unknown = [name for name in state if name not in names_here]
         if unknown:

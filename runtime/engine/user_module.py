@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -21,6 +20,7 @@ from meshwright.runtime.core import batches
 from meshwright.runtime.core.global_batch_loss import whole_batch
 from meshwright.runtime.core.local_parts import to_local
 from meshwright.runtime.core.mesh import Place, place_of
+from meshwright.runtime.core.object_collectives import number_of_ranks
 from meshwright.runtime.engine.apply_plan import Staged
 from meshwright.runtime.engine.default_plan import script_plan
 from meshwright.runtime.engine.losses.loss_check import check_loss
@@ -385,7 +385,7 @@ def _plan_for(
             recorder,
             wanted,
             name=kind.__name__ if name == "<lambda>" else name,
-            ranks=dist.get_world_size() if dist.is_initialized() else 1,
+            ranks=number_of_ranks(),
             global_batch=samples,
             device=device.type,
         )

@@ -26,6 +26,7 @@ from meshwright.runtime.launch.preflight import Preflight
 from meshwright.runtime.resilience.hang_detector import HangWatch
 from meshwright.runtime.resilience.heartbeat import Beacons
 from meshwright.runtime.resilience.node_agent import NodeAgent
+from meshwright.runtime.resilience.shared_memory import Slots
 from meshwright.runtime.resilience.state_rescue import newest_copy_step
 from meshwright.runtime.resilience.straggler_detector import DriftWatch
 from meshwright.runtime.run import run_folder as run
@@ -70,6 +71,21 @@ def look_at_paces(
         for drift in agent.new_drifts():
             log_event(context, drift)
             say(f"warning: {drift.text}")
+
+
+class CopyNames:
+    """Looks now and then whether copies in memory still have their names, and says what is not."""
+
+    def __init__(self, slots: Slots | None, say: Callable[[str], None]) -> None:
+        self._slots, self._say = slots, say
+        self._next_s = 0.0
+
+    def __call__(self) -> None:
+        """Look, if it is time to."""
+        if self._slots is not None and time.monotonic() > self._next_s:
+            self._next_s = time.monotonic() + RENEW_S
+            if (text := self._slots.renew_names()) is not None:
+                self._say(text)
 
 
 class Pace:
@@ -158,7 +174,7 @@ class Looks:
         self._ready, self._asked = ready, asked
         self._begin_s = time.monotonic()
         self._most_lost = ""
-        self._renews_s = 0.0
+        self._look_at_names = CopyNames(asked.slots, self.shown.say.print)
         self._begun_from = checkpoint.progress(ready.resumed).step if ready.resumed else 0
         self._predicted_s = run.account_of(ready.output).start_s
         tells = asked.elastic and ready.ranks.leads
@@ -205,10 +221,7 @@ class Looks:
             log_event(self._ready, started)
             if self._asked.begun is not None and self._ready.ranks.leads:
                 self._asked.begun()
-        if self._asked.slots is not None and time.monotonic() > self._renews_s:
-            self._renews_s = time.monotonic() + RENEW_S
-            if (text := self._asked.slots.renew_names()) is not None:
-                self.shown.say.print(text)
+        self._look_at_names()
         if self.agent is not None:
             self.agent.check()
         if self._asked.meanwhile is not None and self._ready.ranks.leads:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from meshwright.planner.documents.events import CopyInterval, Saved
+from meshwright.planner.documents.events import Saved
 from meshwright.planner.errors import HandedOver, LaunchError
 from meshwright.planner.schedules import schedule_of
 from meshwright.planner.whatif.pricing.goodput import save_figures
@@ -30,7 +30,7 @@ from meshwright.planner.whatif.study import Failures
 from meshwright.runtime.checkpoint import checkpoint
 from meshwright.runtime.checkpoint.checkpoint import TrainingIdentity
 from meshwright.runtime.checkpoint.writer import MEASURED_AFTER, RECENT
-from meshwright.runtime.core.object_collectives import host_group
+from meshwright.runtime.core.object_collectives import host_group, number_of_ranks
 from meshwright.runtime.data.sample_digest import SampleDigest
 from meshwright.runtime.engine.engine import Engine
 from meshwright.runtime.engine.engine_state import Stateful, checkpoint_in
@@ -285,7 +285,7 @@ class ScriptKeeper:
     def _usual_interval(self) -> int:
         """Return the steps between saves at which the least is lost, the same on all ranks."""
         engine = self._engine
-        world = dist.get_world_size() if dist.is_initialized() else 1
+        world = number_of_ranks()
         parameters = sum(
             value.numel() for name, value in engine.state().items() if name.startswith("model.")
         )
@@ -343,15 +343,7 @@ class ScriptKeeper:
             files=engine.script_state.own_files(states),
         )
         if self._metrics is not None and mirror.costs_more:
-            self._metrics.log_event(
-                CopyInterval(
-                    at_unix_s=unix_now_s(),
-                    every_steps=mirror.every,
-                    stored_steps=mirror.stored_steps,
-                    step_s=usual_s,
-                    state_bytes=snapshot.size_bytes,
-                )
-            )
+            self._metrics.log_event(mirror.interval(usual_s, snapshot.size_bytes))
 
 
 def _ends_to_grow() -> bool:

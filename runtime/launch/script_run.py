@@ -55,7 +55,7 @@ from meshwright.runtime.launch.failure_report import (
 )
 from meshwright.runtime.launch.launch_config import Launch
 from meshwright.runtime.launch.memory_growth import MemoryGrowth
-from meshwright.runtime.launch.monitor import PACE_S, RENEW_S, look_at_paces
+from meshwright.runtime.launch.monitor import PACE_S, CopyNames, look_at_paces
 from meshwright.runtime.launch.preflight import (
     LocalRanks,
     check_devices,
@@ -522,7 +522,8 @@ class _ScriptWatch:
         self._memory = MemoryGrowth()
         self._drift = DriftWatch(started.plan, started.ranks.devices, None)
         self._begin_s = time.monotonic()
-        self._next_s = self._renews_s = 0.0
+        self._look_at_names = CopyNames(started.slots, progress.say)
+        self._next_s = 0.0
         self._first = 0
         self._done = 0
 
@@ -574,10 +575,7 @@ class _ScriptWatch:
         processes = {rank: places[at].process for rank, at in started.ranks.devices.items()}
         for growing in self._memory.look(processes, left_s=math.inf, now_s=time.monotonic()):
             self.progress.say(f"warning: {growing.text}")
-        if started.slots is not None and time.monotonic() > self._renews_s:
-            self._renews_s = time.monotonic() + RENEW_S
-            if (text := started.slots.renew_names()) is not None:
-                self.progress.say(text)
+        self._look_at_names()
         if time.monotonic() > self._next_s:
             self._next_s = time.monotonic() + PACE_S
             look_at_paces(

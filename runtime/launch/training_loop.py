@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.planner.documents.document import read
-from meshwright.planner.documents.events import CopyInterval, SaveFailed, StepRecord
+from meshwright.planner.documents.events import SaveFailed, StepRecord
 from meshwright.planner.documents.model import ModelGraph, is_factory, is_recorded
 from meshwright.planner.documents.plan import Plan
 from meshwright.planner.documents.plugins import load_plugin
@@ -454,14 +454,7 @@ class Loop:
             epoch=self.samples.epoch(self.engine.next_sample),
         )
         if metrics is not None and mirror.costs_more:
-            interval = CopyInterval(
-                at_unix_s=unix_now_s(),
-                every_steps=mirror.every,
-                stored_steps=mirror.stored_steps,
-                step_s=usual_s,
-                state_bytes=snapshot.size_bytes,
-            )
-            metrics.log_event(interval)
+            metrics.log_event(mirror.interval(usual_s, snapshot.size_bytes))
         if self._replays is not None:
             self._replays.forget_before(step)
 

@@ -449,7 +449,6 @@ class DivisionTrial:
             whole_shapes = _dropped_shapes(twin)
             division.apply(twin, watch)
             whole = _run(twin, given, watch, summed, training=training)
-            _forget_weights(twin)
             _compare(whole.outputs, plain.outputs, "its own code makes something else")
             self._whole_runs[key] = watch, whole_shapes
         watch, whole_shapes = self._whole_runs[key]
@@ -463,7 +462,6 @@ class DivisionTrial:
                 shapes = _dropped_shapes(twin)
                 division.apply(twin, part := _TrialRank(rank, division.degree, watch))
                 parts.append(_run(twin, given, part, summed, training=training))
-                _forget_weights(twin)
             partial = self._equal(division, plain, watch, parts)
             partial |= frozenset() if equal is None else equal.partial
             dropouts = division.dropouts or _dropouts(whole_shapes, shapes, division.degree)
@@ -687,9 +685,10 @@ def _errors_as_reasons() -> Iterator[None]:
 def _run(
     unit: nn.Module, given: Any, across: Any, summed: frozenset[str], *, training: bool
 ) -> _TrialRun:
-    """Run a unit, and backward from random gradients that every run has alike.
+    """Run a copy of a unit, and backward from random gradients that every run has alike.
 
-    Of gradients of `summed` only sums are kept.
+    Of gradients of `summed` only sums are kept, and nothing of its weights.  With `across` the unit
+    is a copy already.
     """
     unit = unit.train(training) if across is not None else deepcopy_unit(unit).train(training)
     args, kwargs = tree_map(own_leaf, given)
@@ -699,6 +698,7 @@ def _run(
         leaves = tree_leaves(unit(*args, **kwargs))
         outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         _backward(outputs)
+    _forget_weights(unit)
     taken = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     return _TrialRun(
         outputs=[output.detach() for output in outputs],

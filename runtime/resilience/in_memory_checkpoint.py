@@ -22,6 +22,7 @@ from types import MappingProxyType
 
 import torch
 
+from meshwright.planner.documents.events import CopyInterval
 from meshwright.planner.whatif.pricing.survival import COPIES_SHARE
 from meshwright.runtime.checkpoint.checkpoint import TrainingIdentity
 from meshwright.runtime.checkpoint.state_snapshot import Box, Snapshot
@@ -34,6 +35,7 @@ from meshwright.runtime.core.object_collectives import (
 from meshwright.runtime.data.sample_digest import SampleDigest
 from meshwright.runtime.resilience.peer_restore import key_of, restore_from_peers
 from meshwright.runtime.resilience.shared_memory import GENERATIONS, NodeSlots, slots_of_node
+from meshwright.runtime.run.run_clock import unix_now_s
 
 MEASURED = 3
 """Copies, the last ones, from whose mean their interval follows; the first are one after each step.
@@ -180,6 +182,16 @@ class Mirror:
             return True
         self._asked_step = step + 1 - self.every  # where it is not kept, ask after the next step
         return not reduce_max([not self._node.kept.has_copy(self._run, self._last_step)])[0]
+
+    def interval(self, step_s: float, state_bytes: int) -> CopyInterval:
+        """Return the event that says how often a state is copied, and what a fault costs."""
+        return CopyInterval(
+            at_unix_s=unix_now_s(),
+            every_steps=self.every,
+            stored_steps=self.stored_steps,
+            step_s=step_s,
+            state_bytes=state_bytes,
+        )
 
     def copy(
         self,

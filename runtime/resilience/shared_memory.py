@@ -155,11 +155,9 @@ class Slots:
                 self._make_folder(self._checkpoints)
                 _remove_unlocked(before)
             self._write_about(self._checkpoints)
-            for kind, descriptors in (("own", self._own), ("wards", self._wards)):
-                for number, descriptor in enumerate(descriptors):
-                    file = self._folder / f"{kind}-{number:03}"
-                    if not _is_at(descriptor, file):
-                        _move_to_new_file(descriptor, file)
+            for descriptor, file in self._named_slots():
+                if not _is_at(descriptor, file):
+                    _move_to_new_file(descriptor, file)
             for context in self.contexts.values():
                 self._keep_context(context)
         except OSError as error:
@@ -175,19 +173,20 @@ class Slots:
 
     def _is_removed(self) -> bool:
         assert self._folder is not None
-        files = (("own", self._own), ("wards", self._wards))
-        slots = [
-            (descriptor, self._folder / f"{kind}-{number:03}")
-            for kind, descriptors in files
-            for number, descriptor in enumerate(descriptors)
-        ]
-        places = [(self._lock, self._folder / ".lock"), *slots]
+        places = [(self._lock, self._folder / ".lock"), *self._named_slots()]
         beside = [self._folder / "about.json"]
         beside += [self._folder / f"plan-{_key_of_plan(plan)}.yaml" for plan in self.contexts]
         return not (
             all(_is_at(descriptor, file) for descriptor, file in places)
             and all(file.exists() for file in beside)
         )
+
+    def _named_slots(self) -> Iterator[tuple[int, Path]]:
+        """Yield each slot with the file that it has in the folder."""
+        assert self._folder is not None
+        for kind, descriptors in (("own", self._own), ("wards", self._wards)):
+            for number, descriptor in enumerate(descriptors):
+                yield descriptor, self._folder / f"{kind}-{number:03}"
 
     def _take_name(self) -> None:
         """Have a folder in shared memory, if there is room for what is expected."""

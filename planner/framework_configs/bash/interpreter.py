@@ -517,11 +517,8 @@ class _Run:
         for _ in range(MOST_ROUNDS):
             if node.condition and not self._condition_value(node.condition):
                 return True
-            try:
-                self.run(node.body)
-            except _Stop as stop:
-                if self._leaves(stop):
-                    return True
+            if self._ends_in(node.body):
+                return True
             self._arithmetic(node.step)
         raise self.refuse(f"has a loop of more than {MOST_ROUNDS:,} rounds")
 
@@ -541,15 +538,20 @@ class _Run:
                 status = self._outcome(node.condition)
             if status == node.until:
                 return True
-            try:
-                self.run(node.body)
-            except _Stop as stop:
-                if self._leaves(stop):
-                    return True
+            if self._ends_in(node.body):
+                return True
             now = self.state.variables, self.state.arguments, list(dict.fromkeys(self.commands))
             if decided or now == (before[0], before[1], list(dict.fromkeys(before[2]))):
                 return True
         raise self.refuse(f"has a loop of more than {MOST_ROUNDS:,} rounds")
+
+    def _ends_in(self, body: Node) -> bool:
+        """Run a round of a loop; return True if the loop ends in it."""
+        try:
+            self.run(body)
+        except _Stop as stop:
+            return self._leaves(stop)
+        return False
 
     def _leaves(self, stop: _Stop) -> bool:
         """Return True if the loop ends; a stop of an outer loop is raised again."""
