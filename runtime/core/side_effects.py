@@ -61,10 +61,7 @@ def deepcopy_module(module: nn.Module, memo: dict[int, Any] | None = None) -> nn
     memo = {} if memo is None else memo
     for tensor in (*module.parameters(), *module.buffers()):
         if isinstance(tensor, FakeTensor) and id(tensor) not in memo:
-            made = tensor.detach().clone()
-            if isinstance(tensor, nn.Parameter):
-                made = nn.Parameter(made, requires_grad=tensor.requires_grad)
-            memo[id(tensor)] = made
+            memo[id(tensor)] = _fake_copy(tensor)
     for part in module.modules():  # what a hook makes anew before each forward (weight_norm)
         for value in tree_leaves(list(vars(part).values())):
             if isinstance(value, Tensor) and not value.is_leaf:
@@ -83,6 +80,22 @@ def deepcopy_module(module: nn.Module, memo: dict[int, Any] | None = None) -> nn
         for table in tables:
             functions = [key for key, value in table.items() if type(value) is types.FunctionType]
             table.update({key: _rebound(table[key], memo) for key in functions})
+    return twin
+
+
+def _fake_copy(tensor: FakeTensor) -> Tensor:
+    """Return another tensor or parameter without data.
+
+    It is made by hand where no mode is active: a clone of a fake tensor takes a millisecond.
+    """
+    meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    by_hand = type(meta) is Tensor and tensor.layout == torch.strided
+    twin: Any = (
+        FakeTensor(tensor.fake_mode, meta, tensor.device) if by_hand else tensor.detach().clone()
+    )
+    if isinstance(tensor, nn.Parameter):
+        twin.requires_grad_(tensor.requires_grad)
+        twin._is_param = True  # as nn.Parameter does, which would detach it once more
     return twin
 
 

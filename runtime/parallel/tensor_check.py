@@ -338,9 +338,15 @@ class DivisionTrial:
 
     @staticmethod
     def _refuse_large(unit: nn.Module, given: Any) -> None:
-        floats = [x for x in tree_leaves(given) if isinstance(x, Tensor) and x.ndim]
-        rows = max((x.numel() // max(1, x.shape[-1]) for x in floats), default=1)
-        flops = 2.0 * rows * sum(p.numel() for p in unit.parameters() if p.ndim > 1)
+        tensors = [x for x in tree_leaves(given) if isinstance(x, Tensor) and x.ndim]
+        features = [x for x in tensors if x.is_floating_point()]
+        rows = max(
+            (x.numel() // max(1, x.shape[-1]) for x in features),
+            default=max((x.numel() for x in tensors), default=1),  # of tokens' numbers
+        )
+        parts = [part for part in unit.modules() if not isinstance(part, nn.Embedding)]
+        matrices = {p for part in parts for p in part._parameters.values() if p is not None}
+        flops = 2.0 * rows * sum(p.numel() for p in matrices if p.ndim > 1)
         if flops > MOST_CHECKED_FLOPS:
             raise Indivisible(f"its forward of {flops:.1g} FLOPs is too long to be checked here")
 

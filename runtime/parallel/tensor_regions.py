@@ -29,7 +29,7 @@ from meshwright.planner.errors import RecordError
 from meshwright.runtime.core.local_parts import on_local_parts, to_local
 from meshwright.runtime.parallel.tensor_collectives import Across, AxisEntry, part_of_dropout
 from meshwright.runtime.parallel.tensor_parallel import table_rows
-from meshwright.runtime.parallel.trial_weights import deepcopy_unit, windowed_products
+from meshwright.runtime.parallel.trial_weights import deepcopy_unit, joined, windowed_products
 from meshwright.runtime.techniques import lora
 from meshwright.runtime.techniques.split_backward import linear
 
@@ -62,8 +62,14 @@ def part_of(whole: Tensor, dim: int, pieces: Sequence[int], rank: int, degree: i
     >>> part_of(torch.arange(8), 0, (4, 2, 2), rank=1, degree=2)
     tensor([2, 3, 5, 7])
     """
-    parts = [piece.chunk(degree, dim)[rank] for piece in whole.split(list(pieces), dim)]
+    parts = _parts_of(whole, dim, pieces, rank, degree)
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def _parts_of(
+    whole: Tensor, dim: int, pieces: Sequence[int], rank: int, degree: int
+) -> list[Tensor]:
+    return [piece.chunk(degree, dim)[rank] for piece in whole.split(list(pieces), dim)]
 
 
 def whole_of(parts: Sequence[Tensor], dim: int, pieces: Sequence[int]) -> Tensor:
@@ -104,11 +110,11 @@ def take_parts(
     regions: Sequence[Region],
     rank: int,
     degree: int,
-    cut_part: Callable[[Tensor, int], Tensor] = lambda local, _: local.clone(),
+    store: Callable[[Sequence[Tensor], int], Tensor] = joined,
 ) -> dict[str, tuple[int, ...]]:
     """Leave a unit a rank's parts of what is divided; return the matrices of each, by name.
 
-    A part along a dim is stored as `cut_part(part, dim)`, a copy by default.
+    A part along a dim is `store(pieces, dim)`: its pieces of each matrix, in new memory by default.
     """
     taken = {}
     for region in regions:
@@ -118,8 +124,11 @@ def take_parts(
             whole = holder._parameters.get(attribute)
             if whole is None:
                 continue
-            local = part_of(whole.detach(), dim, pieces, rank, degree)
-            holder._parameters[attribute] = nn.Parameter(cut_part(local, dim), whole.requires_grad)
+            part = store(_parts_of(whole.detach(), dim, pieces, rank, degree), dim)
+            trained = whole.requires_grad
+            parameter = part if isinstance(part, nn.Parameter) else nn.Parameter(part, trained)
+            parameter.requires_grad = trained
+            holder._parameters[attribute] = parameter
             taken[name] = pieces
     return taken
 

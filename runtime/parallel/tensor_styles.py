@@ -27,6 +27,7 @@ from meshwright.runtime.parallel.tensor_check import TRIED, DividedUnit
 from meshwright.runtime.parallel.tensor_collectives import TensorRanks
 from meshwright.runtime.parallel.tensor_regions import take_parts
 from meshwright.runtime.parallel.tensor_styles_search import DerivedStyles, given_text, line_of
+from meshwright.runtime.parallel.trial_weights import joined
 from meshwright.runtime.techniques import lora
 from meshwright.runtime.tracing.replayed_stage import RecordedStage
 from meshwright.runtime.tracing.trace import ModuleTensor
@@ -157,8 +158,8 @@ def divide(
             divided.regions,
             group.rank(),
             group.size(),
-            lambda local, dim: DTensor.from_local(
-                local.clone(), mesh, [Shard(dim)], run_check=False
+            lambda pieces, dim: DTensor.from_local(
+                joined(pieces, dim), mesh, [Shard(dim)], run_check=False
             ),
         ).items():
             if len(pieces) > 1:

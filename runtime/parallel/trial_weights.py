@@ -1,8 +1,10 @@
 """Weights and gradients of a trial, in memory that does not grow with a unit's parameters.
 
-A large weight is a window that slides over few random numbers, and copies of a unit share it.  Of
-its gradient, sums with random signs are kept along each dim that may be divided: they are linear in
-it, so that parts of it are compared, and added up, as the gradient itself would be.
+A large weight is a window that slides over few random numbers, and copies of a unit share it.  The
+numbers repeat with a period: so do its rows and columns, and a product with it is one with a square
+of that size.  Of its gradient, sums with random signs are kept along each dim that may be divided:
+they are linear in it, so that parts of it are compared, and added up, as the gradient itself would
+be.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from meshwright.runtime.core.side_effects import deepcopy_module
 
@@ -26,6 +29,9 @@ STRIDE = 17
 """From a row of a large weight to the next: coprime to the sizes of heads."""
 STACK_STRIDE = 5
 """From a matrix of a large stack to the next: coprime to STRIDE."""
+PERIOD = 1021
+"""Numbers after which those of a large weight repeat: a prime, so that no head or matrix has the
+rows of another."""
 SUMS = 4
 """Number of sums of each row or column of a large gradient."""
 MOST_SIGNS = 1 << 20
@@ -33,6 +39,10 @@ MOST_SIGNS = 1 << 20
 ROWS_LOOKED_AT = 16
 """Rows of a gradient among which the largest number is looked for."""
 
+PLAIN_ATTRIBUTES = frozenset(
+    ("device", "dtype", "grad", "is_leaf", "layout", "ndim", "requires_grad", "shape")
+)
+"""Attributes of a weight that do not depend on its numbers."""
 GROUPED_PRODUCTS = getattr(torch, "_grouped_mm", None)
 """torch's product of groups of rows with a stack of matrices, one each."""
 
@@ -46,15 +56,16 @@ def random_weight(shape: Sequence[int], *, dense: bool = False) -> Tensor:
     if len(shape) < 2:
         return torch.randn(tuple(shape))
     columns = max(1, count // max(1, shape[0]))
-    if dense or count < LARGE or columns <= STRIDE:
+    repeats = any(size % PERIOD == 0 for size in shape)
+    if dense or repeats or count < LARGE or columns <= STRIDE:
         return torch.randn(tuple(shape)) / math.sqrt(columns)
     inner = torch.empty(shape[1:], device="meta").stride()
     strides = (STRIDE, *inner)
     if len(shape) > 2 and columns >= LARGE and inner[0] > STRIDE:  # a stack of large matrices
         strides = (STACK_STRIDE, STRIDE, *inner[1:])
     last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    numbers = torch.randn(last + 1) / math.sqrt(columns)
-    return numbers.as_strided(tuple(shape), strides)
+    numbers = torch.randn(PERIOD) / math.sqrt(columns)
+    return numbers.repeat(last // PERIOD + 1)[: last + 1].as_strided(tuple(shape), strides)
 
 
 def is_overlapping(weight: Tensor) -> bool:
@@ -78,9 +89,30 @@ def deepcopy_unit(unit: nn.Module) -> nn.Module:
     return deepcopy_module(unit, memo)
 
 
-def part_in_place(part: Tensor, _: int) -> Tensor:
+class PiecedWeight(nn.Parameter):
+    """A rank's rows of several matrices that lie one behind the other, without memory."""
+
+    pieces: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, pieces: Sequence[Tensor]) -> PiecedWeight:
+        """Return the weight of these rows; its own numbers are none."""
+        rows = sum(map(len, pieces))
+        weight = cls(torch.full((), math.nan).expand(rows, *pieces[0].shape[1:]))
+        weight.pieces = tuple(pieces)
+        return weight
+
+
+def part_in_place(pieces: Sequence[Tensor], dim: int) -> Tensor:
     """Return a rank's part of a weight: of an overlapping one as it is, of others a copy."""
-    return part if is_overlapping(part) else part.clone()
+    if not is_overlapping(pieces[0]):
+        return joined(pieces, dim)
+    return pieces[0] if len(pieces) == 1 else PiecedWeight.of(pieces)
+
+
+def joined(pieces: Sequence[Tensor], dim: int) -> Tensor:
+    """Return pieces one behind the other along a dim, in memory of their own."""
+    return torch.cat(list(pieces), dim) if len(pieces) > 1 else pieces[0].clone()
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +212,7 @@ class WindowedProducts(TorchFunctionMode):
             x, weight, bias = given["input"], given["weight"], given.get("bias")
             note = self._noted.get(id(weight))
             if (
-                is_overlapping(weight)
+                is_overlapping(_pieces_of(weight)[0])
                 and weight.dtype == x.dtype == torch.float32
                 and (note is not None or not weight.requires_grad)
             ):
@@ -197,6 +229,8 @@ class WindowedProducts(TorchFunctionMode):
                 and not weights.requires_grad
             ):
                 return _grouped(x, weights, offs.tolist())
+        if getattr(getattr(func, "__self__", None), "__name__", "") not in PLAIN_ATTRIBUTES:
+            args, kwargs = tree_map(_in_memory, (args, kwargs))
         return func(*args, **kwargs)
 
 
@@ -211,40 +245,77 @@ def _grouped(x: Tensor, weights: Tensor, ends: Sequence[int]) -> Tensor:
     return torch.cat([*products, x.new_zeros(len(groups[-1]), weights.shape[2])])
 
 
+def _in_memory(leaf: Any) -> Any:
+    """Return a weight in pieces as one that something else than a product can read."""
+    return _Joined.apply(leaf) if isinstance(leaf, PiecedWeight) else leaf
+
+
+class _Joined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: PiecedWeight) -> Tensor:
+        return joined(weight.pieces, 0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
 class _WindowedProduct(torch.autograd.Function):
-    """x times a weight, which has no gradient but the one that is noted."""
+    """x times the pieces of a weight, which has no gradient but the one that is noted.
+
+    Rows and columns of a piece repeat with the period p: it is C[i mod p, j mod p] of its first p
+    of both.  So columns of x that are p apart are summed, and the product with C is repeated.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        note: Callable[[WeightGradient], None] | None,
+        ctx: Any, x: Tensor, weight: Tensor, note: Callable[[WeightGradient], None] | None
     ) -> Tensor:
         ctx.note = note
-        ctx.save_for_backward(x, weight)
-        return torch.cat([x @ rows.t() for rows in _windows(weight)], -1)
+        pieces = _pieces_of(weight)
+        ctx.save_for_backward(x, *pieces)
+        folded = _folded(x)
+        return torch.cat([_repeated(folded @ _square(p).t(), p.shape[0]) for p in pieces], -1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        x, weight = ctx.saved_tensors
-        first, grad_of_x = 0, torch.zeros_like(x)
-        for rows in _windows(weight):
-            grad_of_x += grad[..., first : first + len(rows)] @ rows
-            first += len(rows)
+        x, *pieces = ctx.saved_tensors
+        grads = grad.split([piece.shape[0] for piece in pieces], -1)
+        products = [_folded(g) @ _square(piece) for g, piece in zip(grads, pieces, strict=True)]
         if ctx.note is not None:
             ctx.note(WeightGradient.of_product(grad.flatten(0, -2), x.flatten(0, -2)))
-        return grad_of_x, None, None
+        return _repeated(torch.stack(products).sum(0), x.shape[-1]), None, None
+
+
+def _pieces_of(weight: Tensor) -> tuple[Tensor, ...]:
+    return weight.pieces if isinstance(weight, PiecedWeight) else (weight,)
+
+
+def _square(weight: Tensor) -> Tensor:
+    """Return the rows and columns of a large weight that all others are equal to."""
+    return weight[:PERIOD, :PERIOD]
+
+
+def _folded(x: Tensor) -> Tensor:
+    """Return the sums of features that are a period apart."""
+    size = x.shape[-1]
+    if size <= PERIOD:
+        return x
+    count = -(-size // PERIOD)
+    padded = nn.functional.pad(x, (0, count * PERIOD - size))
+    return padded.unflatten(-1, (count, PERIOD)).sum(-2)
+
+
+def _repeated(x: Tensor, size: int) -> Tensor:
+    """Return features again and again until there are `size`."""
+    if x.shape[-1] == size:
+        return x
+    return x.repeat(*[1] * (x.ndim - 1), -(-size // x.shape[-1]))[..., :size]
 
 
 def windowed_products(unit: nn.Module) -> WindowedProducts:
     """Let a unit's forward compute with large weights in place, where no backward follows."""
     return WindowedProducts({id(p): lambda _: None for p in unit.parameters()})
-
-
-def _windows(weight: Tensor) -> Iterator[Tensor]:
-    """Yield a weight's rows, as many at a time as make LARGE numbers."""
-    yield from weight.split(max(1, LARGE // max(1, weight.shape[1])))
 
 
 @contextlib.contextmanager

@@ -83,6 +83,8 @@ _ELSEWHERE_WORDS = """
 """
 _ELSEWHERE = frozenset(_ELSEWHERE_WORDS.split())
 """Programs that start the command among their arguments."""
+_ENVIRONMENTS = frozenset(("conda", "mamba", "micromamba", "uv", "poetry", "pixi", "pipenv", "pdm"))
+"""Programs whose `run` starts the command among their arguments."""
 
 
 class _Stop(Exception):  # noqa: N818 - an end, not an error
@@ -880,6 +882,8 @@ class _Run:
             self.budget.spend(len(text))
             return [[(text, quoted)]]
         if operator[-1] == "?":
+            if text is None and not self._is_unset(part.name):  # the environment may have it
+                return [[(_unknown(part.name), quoted)]]
             raise _Stop("exit", succeeds=False)
         if operator[-1] == "=":
             self._store(part.name, _join_pieces(self._pieces(part.word)))
@@ -1152,7 +1156,7 @@ class _Run:
             return self._command(rest, command) if rest else None
         if base in _SHELLS:
             return self._shell(words, command, ())
-        if base in _ELSEWHERE:
+        if base in _ELSEWHERE or (base in _ENVIRONMENTS and "run" in words[1:]):
             return self._elsewhere(base, words, command)
         if base.endswith((".sh", ".bash", ".slurm", ".sbatch")) or base == "sbatch":
             return self._file(words[1:] if base == "sbatch" else words, sourced=False)
@@ -1290,6 +1294,11 @@ class _Run:
 
     def _elsewhere(self, base: str, words: list[str], command: Simple | None) -> bool | None:
         """Follow what a launcher starts: a shell among its words, a script, or the words alone."""
+        if base == "xargs":  # it adds words that it reads
+            words = [*words, f"{_OPEN}words that xargs reads{END}"]
+        if base == "tmux":
+            lines = [word for word in words[1:] if " " in word and not unknown_names(word)]
+            return self._script(lines[-1], self._child(), []) if lines else None
         for at, word in enumerate(words[1:], start=1):
             name = PurePosixPath(word).name
             if name in _SHELLS and words[at - 1] != "--entrypoint":

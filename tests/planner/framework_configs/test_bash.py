@@ -129,6 +129,9 @@ def read(
         f"ssh host <<'EOF'\nTP=4\n{TRAINS} {REST} --tensor-model-parallel-size $TP\nEOF",
         f"TP=4; MBS=1; if true; then {TRAINS} {REST} --tensor-model-parallel-size $TP; fi",
         f'f() {{ {TRAINS} {REST} "$@"; }}\nf --tensor-model-parallel-size 4',
+        f"uv run --frozen {TRAINS} {REST} --tensor-model-parallel-size 4",
+        f"conda run -n a bash -c '{TRAINS} {REST} --tensor-model-parallel-size 4'",
+        f'tmux new-session -d -s a "{TRAINS} {REST} --tensor-model-parallel-size 4"',
     ],
 )
 def test_commands_inside_of_others_are_followed(text: str, of: str) -> None:
@@ -172,6 +175,8 @@ def test_a_branch_that_nothing_decides_is_asked_for_by_its_variable() -> None:
         ("python train.py --hello 1", "no setting was understood"),
         (f"{TRAINS} {REST}\n{TRAINS} {REST} --fp16", "starts 2 commands"),
         ("curl x | bash", "reads a script from a pipe"),
+        (f"{TRAINS} {REST} --tensor-model-parallel-size ${{TP:?}}", "add --set TP=VALUE"),
+        (f"echo --fp16 | xargs {TRAINS} {REST}", "words that xargs reads"),
         (f"if [ -f x ]; then A=--fp16; fi\n{TRAINS} {REST} $A", r"--set '\[ -f x \]=yes'"),
     ],
 )

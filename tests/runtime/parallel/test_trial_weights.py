@@ -59,6 +59,21 @@ class Block(nn.Module):
         return x + self.down(inner)
 
 
+class Fused(nn.Module):
+    """An MLP whose gate and product are rows of one weight, which it may read itself too."""
+
+    def __init__(self, *, reading: bool = False, swapped: bool = False) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, 2 * WIDE), nn.Linear(WIDE, HIDDEN)
+        self.reading, self.swapped = reading, swapped
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, inner = self.up(x).chunk(2, -1)
+        if self.reading:
+            x = x * (1 + self.up.weight.square().sum() * 0)
+        return x + self.down(torch.relu(gate) * (inner.flip(-1) if self.swapped else inner))
+
+
 class Model(nn.Module):
     def __init__(self, blocks: int, **how: bool) -> None:
         super().__init__()
@@ -111,8 +126,9 @@ def trial_bytes(blocks: int) -> int:
 
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let weights of this size be large ones."""
+    """Let weights of this size be large ones, whose numbers repeat as often as theirs."""
     monkeypatch.setattr(trial_weights, "LARGE", 4096)
+    monkeypatch.setattr(trial_weights, "PERIOD", 29)
 
 
 @pytest.mark.usefixtures("large")
@@ -152,6 +168,30 @@ def test_large_weights_are_divided_as_dense_ones_are(
     assert bool(large["blocks.0"].regions) == divided
     monkeypatch.setattr(trial_weights, "LARGE", 1 << 40)
     assert styles(1, **how).units_at(4) == large
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize("reading", [False, True])
+def test_rows_of_several_matrices_in_one_are_divided_without_a_copy(reading: bool) -> None:
+    unit = Fused(reading=reading)
+    trial = tensor_check.DivisionTrial(unit, lambda: ((torch.randn(4, HIDDEN),), {}), {})
+    with MaterialisedBytes() as counted:
+        (region,) = trial.division(2).regions
+    assert region.columns["up"] == (WIDE, WIDE)
+    assert reading or counted.largest < 4 * HIDDEN * 2 * WIDE / 2
+
+
+@pytest.mark.usefixtures("large")
+def test_a_part_whose_features_pair_with_others_than_in_the_whole_is_refused() -> None:
+    unit = Fused(swapped=True)
+    trial = tensor_check.DivisionTrial(unit, lambda: ((torch.randn(4, HIDDEN),), {}), {})
+    assert not trial.division(4).regions
+
+
+@pytest.mark.usefixtures("large")
+def test_a_weight_of_a_multiple_of_the_period_has_numbers_of_its_own() -> None:
+    assert trial_weights.is_overlapping(trial_weights.random_weight((256, 64)))
+    assert not trial_weights.is_overlapping(trial_weights.random_weight((29 * 8, 64)))
 
 
 @pytest.mark.usefixtures("large")
@@ -251,3 +291,30 @@ def test_groups_of_rows_are_multiplied_with_large_stacks_as_with_dense_ones() ->
     torch.testing.assert_close(made[:5], torch.cat(parts))
     (expected,) = torch.autograd.grad(torch.cat(parts).sum(), x)
     torch.testing.assert_close(x.grad, expected)
+
+
+class Tokens(nn.Module):
+    """A table and a product of it, in one unit."""
+
+    def __init__(self, rows: int, features: int) -> None:
+        super().__init__()
+        self.table, self.up = nn.Embedding(rows, 8), nn.Linear(8, features)
+        self.down = nn.Linear(features, 8)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(self.table(tokens))))
+
+
+def test_units_of_tokens_are_refused_by_their_products_and_not_by_their_tables(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tensor_check, "MOST_CHECKED_FLOPS", 2.0 * 64 * 2 * 8 * 256)
+    tokens = torch.zeros(2, 32, dtype=torch.int64)
+    few, many = (
+        tensor_check.DivisionTrial(Tokens(1 << 16, features), lambda: ((tokens,), {}), {})
+        for features in (256, 258)
+    )
+    assert few.division(2).regions
+    refused = many.division(2)
+    assert not refused.regions
+    assert "too long to be checked" in refused.whole["up"]
