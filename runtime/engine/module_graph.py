@@ -448,8 +448,11 @@ def refuse_changing(
     """
     ranks, again = plan.mesh.data_shard * plan.mesh.data_replicate, runs_again(plan, twice=twice)
     if changing and (again or (ranks > 1 and by_samples())):
-        forwards = ranks * plan.micro_batches
-        reason = f"{forwards} micro-batches" if forwards > 1 else "more than one forward"
+        reason = "more than one forward"
+        if ranks > 1:
+            reason = f"{ranks} ranks for the data"
+        if plan.micro_batches > 1:
+            reason = f"{ranks * plan.micro_batches} micro-batches"
         one_rank = "one rank for the data, " if not again or by_samples() else ""
         raise RecordError(
             f"{min(changing)}: is changed by every forward, and a step of this plan has "

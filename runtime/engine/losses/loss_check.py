@@ -144,7 +144,8 @@ class _UnequalParts:
             f"training would depend on how the plan cuts the batch (into {parts} micro-batches "
             "here). Return the sum and the number of its terms, such as (F.cross_entropy("
             f'out, y, ignore_index=..., reduction="sum"), ({self.leaf} != {self.ignored}).sum()), '
-            "not len(y)"
+            "not len(y). A sum of several means has no such count: write "
+            "loss=meshwright.whole_batch(loss)"
         )
 
 
