@@ -185,15 +185,21 @@ class LateNode:
 
 
 def stop_since(output: Path, since_unix_s: float) -> str | None:
-    """Return why a run was stopped, if that is the last of it and was not before a time."""
+    """Return why a run was stopped, if that is the last of it and was not before a time.
+
+    An incident is the last of a run whose end could not be saved: nothing was decided on it.
+    """
     ends: list[Attempt | AttemptEnded | Incident | Decision] = [
         event for event in events(output) if isinstance(event, (*_ENDS, Incident, Decision))
     ]
     last = ends[-1] if ends else None
-    if not isinstance(last, Decision) or last.reaction != "stop" or last.at_unix_s < since_unix_s:
+    if last is None or last.at_unix_s < since_unix_s:
         return None
     causes = [event.evidence for event in ends if isinstance(event, Incident)]
-    return f"{last.why}: {causes[-1]}" if causes else last.why
+    if isinstance(last, Decision) and last.reaction == "stop":
+        return ": ".join([last.why, *causes[-1:]])
+    is_left = isinstance(last, Incident) and last.at_unix_s < time.time() - RECENT_S
+    return causes[-1] if is_left else None
 
 
 def has_ended(run: LaunchRun, output: Path, *, is_script: bool) -> bool:

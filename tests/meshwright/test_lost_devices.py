@@ -205,28 +205,43 @@ def test_a_spare_ends_well_only_where_the_run_does(
         case.epochs(spare)._end_as_spare(over)
 
 
-@pytest.mark.parametrize(("stopped_after_s", "is_last", "ends"), [
-    (1.0, True, True), (-1000.0, True, False), (1.0, False, False),
-])  # fmt: skip
+WHY = "step 22 gave gradient norm nan"
+STOP: dict[str, Any] = {"reaction": "stop", "why": "it would again"}
+
+
+@pytest.mark.parametrize(
+    ("ago_s", "decision", "goes_on", "ends"),
+    [
+        (1.0, STOP, False, True),
+        (1000.0, STOP, False, False),  # before this node came
+        (1.0, STOP, True, False),
+        (1.0, {**STOP, "reaction": "restart"}, False, False),
+        (1.0, None, False, False),  # something may be decided
+        (70.0, None, False, True),
+        (70.0, None, True, False),
+    ],
+)
 def test_a_node_that_came_while_the_run_was_stopped_ends_with_its_reason(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    stopped_after_s: float,
-    is_last: bool,
+    ago_s: float,
+    decision: dict[str, Any] | None,
+    goes_on: bool,
     ends: bool,
 ) -> None:
     case = Case(tmp_path, node_s=1.5, device_s=2.0)
     monkeypatch.setattr(multi_node, "ALONE_S", -1.0)
     monkeypatch.setattr(multi_node, "saved_step", lambda _: 0)
-    at_unix_s, file = time.time() + stopped_after_s, events_file(tmp_path / "out")
-    why = "step 22 gave gradient norm nan"
-    append_record(Incident(at_unix_s=at_unix_s, cause="not_a_number", evidence=why), file)
-    append_record(Decision(at_unix_s=at_unix_s, reaction="stop", why="it would again"), file)
-    if not is_last:
+    monkeypatch.setattr(multi_node, "process_start_unix_s", lambda: time.time() - 100.0)
+    at_unix_s, file = time.time() - ago_s, events_file(tmp_path / "out")
+    append_record(Incident(at_unix_s=at_unix_s, cause="program", evidence=WHY), file)
+    if decision is not None:
+        append_record(Decision(at_unix_s=at_unix_s, **decision), file)
+    if goes_on:
         append_record(Attempt(at_unix_s=at_unix_s, plan="sha256:0", devices=1), file)
     late = LateNode(case.run, [], is_script=False)
 
-    with pytest.raises(LaunchError, match=why) if ends else contextlib.nullcontext():
+    with pytest.raises(LaunchError, match=WHY) if ends else contextlib.nullcontext():
         late.look(case.epoch)
 
 
