@@ -126,6 +126,14 @@ stands in its text_config, whose model_type is 'gemma3_text'"
 __all__ = ["SUPPORTED", "architecture_of", "block_kinds", "graph_of", "model_of_config"]
 
 
+def _class_text(config: Config) -> str:
+    """Return the class that a configuration names, for a message."""
+    match config.get("architectures"):
+        case [str(name), *_]:
+            return f" ({name[:60]})"
+    return ""
+
+
 def architecture_of(config: Config, *, name: str) -> Architecture:
     """Return the figures of a Hugging Face `config.json`, read as a dict.
 
@@ -149,7 +157,8 @@ def architecture_of(config: Config, *, name: str) -> Architecture:
     if kind not in _READERS:
         raise DocumentError(
             "model_type",
-            f"is '{kind[:60]}', which is not supported; {nearest(kind, sorted(_READERS))} "
+            f"is '{kind[:60]}'{_class_text(config)}, which is not supported; "
+            f"{nearest(kind, sorted(_READERS))} "
             f"Supported: {', '.join(sorted(_READERS))}. "
             "Any other model can be trained from your own script with meshwright.Engine "
             "(docs/how-to/train-your-script.md), or given as file.py:factory.",

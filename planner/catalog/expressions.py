@@ -18,6 +18,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from meshwright.planner.architectures.architecture import (
     architecture_of,
@@ -219,8 +220,9 @@ def _read_cluster(path: Path) -> ClusterSpec:
             ]
             data = {**data, "groups": [group for group, _ in named]}
             entries = [entry for _, entry in named if entry is not None]
-            if "tiers" not in data and len(named) == len(entries) == 1:
-                data["tiers"] = _usual_tiers(entries[0], data["groups"][0])
+            if len(named) == len(entries) == 1:
+                usual = _usual_tiers(entries[0], data["groups"][0])
+                data["tiers"] = _with_fractions(data["tiers"], usual) if "tiers" in data else usual
         return ClusterSpec.of(data)
     except DocumentError as error:
         raise error.in_file(str(path)) from error
@@ -246,7 +248,40 @@ def _with_accelerator(number: int, group: object) -> tuple[object, AcceleratorEn
     return {**usual, **group, "accelerator": shown}, entry
 
 
-def _usual_tiers(entry: AcceleratorEntry, group: dict[str, object]) -> list[object]:
+def _with_fractions(tiers: object, usual: Sequence[dict[str, Any]]) -> object:
+    """Return links of a document, each with the shares that links of its kind reach.
+
+    The kind is what the name begins with, as pcie of pcie3-x8; a link that has shares keeps them.
+    """
+    if not isinstance(tiers, list):
+        return tiers
+    return [
+        _reaching(tier, next((u for u in usual if _is_kind(tier, u["name"])), None))
+        for tier in tiers
+    ]
+
+
+def _is_kind(tier: object, kind: str) -> bool:
+    return (
+        isinstance(tier, dict)
+        and str(tier.get("name")).startswith(kind)
+        and not {"fractions", "narrow"} & set(tier)
+    )
+
+
+def _reaching(tier: Any, usual: dict[str, Any] | None) -> object:
+    if usual is None:
+        return tier
+    reach = tier.get("devices")
+    narrow = [
+        item
+        for item in usual.get("narrow", ())
+        if isinstance(reach, int) and item["members"] <= reach
+    ]
+    return {"narrow": narrow, "fractions": usual["fractions"], "source": usual["source"], **tier}
+
+
+def _usual_tiers(entry: AcceleratorEntry, group: dict[str, object]) -> list[dict[str, Any]]:
     """Return the links of nodes as the catalogue has them, for a group of one accelerator."""
     nodes_in, each = group.get("nodes"), group.get("devices_per_node")
     if not isinstance(nodes_in, int) or not isinstance(each, int) or not 1 <= each <= MOST_DEVICES:

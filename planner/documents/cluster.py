@@ -6,7 +6,7 @@ a Profile.  Fractions of a quoted rate that kernels or collectives reach carry t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -245,6 +245,12 @@ class DeviceGroup(Part):
     tiers: tuple[LinkTier, ...] | None = None
     """Links inside the group, the fastest first, where they differ from the cluster's."""
 
+    @classmethod
+    def usual_names(cls) -> Mapping[str, str]:
+        """Return ways out for the counts of nodes that others write."""
+        names = ("count", "gpus", "num_gpus", "size")
+        return dict.fromkeys(names, "write 'nodes' and 'devices_per_node'")
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         extents = [tier.devices for tier in self.tiers or ()]
@@ -315,6 +321,16 @@ class ClusterSpec(Document):
     """Links between devices, the fastest first; the last tier joins all devices."""
     price: Price | None = None
     """Rent of the whole cluster; None: not known."""
+
+    @classmethod
+    def usual_names(cls) -> Mapping[str, str]:
+        """Return ways out for keys that others write at the top of a cluster."""
+        return {
+            **dict.fromkeys(("links", "network", "interconnect"), "links are 'tiers'"),
+            **dict.fromkeys(
+                ("count", "nodes", "gpus", "devices", "accelerator"), "it is of one of the 'groups'"
+            ),
+        }
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

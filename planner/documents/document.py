@@ -17,6 +17,7 @@ import json
 import os
 import re
 import stat
+from collections.abc import Mapping
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, TypeVar
@@ -68,6 +69,11 @@ class Part(BaseModel):
     )
 
     @classmethod
+    def usual_names(cls) -> Mapping[str, str]:
+        """Return ways out for keys that others use, where no spelling leads to ours."""
+        return {}
+
+    @classmethod
     def __get_pydantic_core_schema__(
         cls, source: type[BaseModel], handler: GetCoreSchemaHandler
     ) -> CoreSchema:
@@ -81,8 +87,7 @@ class Part(BaseModel):
         if isinstance(data, dict):
             for key in data:
                 if key not in cls.model_fields:
-                    near = difflib.get_close_matches(str(key), list(cls.model_fields), n=1)
-                    hint = f"did you mean '{near[0]}'?" if near else _known_fields(cls)
+                    hint = cls.usual_names().get(str(key)) or _near_fields(str(key), cls)
                     raise PydanticCustomError(
                         "unknown_key",
                         "unknown key; {known}",
@@ -518,6 +523,11 @@ def _refuse_harm(text: str) -> None:
             raise DocumentError(
                 place, f"has more than {MAX_VALUES:,} keys and values; a document has fewer"
             )
+
+
+def _near_fields(key: str, cls: type[BaseModel]) -> str:
+    near = difflib.get_close_matches(key, list(cls.model_fields), n=1)
+    return f"did you mean '{near[0]}'?" if near else _known_fields(cls)
 
 
 def _known_fields(cls: type[BaseModel]) -> str:

@@ -254,7 +254,9 @@ def prediction_facts(prediction: Prediction, *, whole: bool = False) -> Iterator
         suffix = f" ({' to '.join(map(bytes_text, prediction.peak_memory_range_bytes))}){suffix}"
     text = f"{figures(peak)} of {bytes_text(capacity)}{on}{suffix}: "
     yield Fact(label="memory", text=text + _shares(fullest.memory_parts, figures), lines=1)
-    if prediction.links is not None and (whole or "," in prediction.links):
+    if prediction.links is not None and (
+        whole or "," in prediction.links or prediction.links.startswith("pcie")
+    ):
         yield Fact(label="links", text=f"{prediction.links} (not measured)")
     if prediction.host is not None:
         yield Fact(label="host", text=str(prediction.host))

@@ -114,3 +114,31 @@ def test_a_name_inside_of_a_file_stands_for_the_catalogues_figures(
     Path("box.yaml").write_text(f"format: 1\nname: box\ngroups: [{group[:30]}0, nodes: 1}}]\n")
     with pytest.raises(DocumentError, match=r"groups\[0\].accelerator: there is no accelerator"):
         resolve_cluster("box.yaml")
+
+
+@pytest.mark.parametrize("link", ["pcie3-x8", "pcie"])
+def test_a_link_of_a_file_reaches_what_links_of_its_kind_reach(tmp_path: Path, link: str) -> None:
+    group = "{name: box, accelerator: rtx-3090, nodes: 1, devices_per_node: 4}"
+    tier = f"{{name: {link}, devices: 4, latency_s: 2.9e-6, bytes_per_s: 8.0e+9}}"
+    file = tmp_path / "cluster.yaml"
+    file.write_text(f"format: 1\nname: box\ngroups: [{group}]\ntiers: [{tier}]\n")
+    (written,) = resolve_cluster(str(file)).tiers
+    (named,) = resolve_cluster("4xrtx-3090,pcie=3x8").tiers
+    assert written.fractions == named.fractions
+    assert written.narrow == named.narrow
+    file.write_text(file.read_text().replace("8.0e+9}", "8.0e+9, fractions: {all_reduce: 0.5}}"))
+    assert resolve_cluster(str(file)).tiers[0].fractions == {"all_reduce": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("key", "way_out"),
+    [
+        ("groups: [{name: b, accelerator: rtx-3090, count: 4}]", "'nodes' and 'devices_per_node'"),
+        ("links: []", "links are 'tiers'"),
+    ],
+)
+def test_a_usual_name_of_a_key_leads_to_ours(tmp_path: Path, key: str, way_out: str) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(f"format: 1\nname: box\n{key}\n")
+    with pytest.raises(DocumentError, match=f"unknown key; .*{way_out}"):
+        resolve_cluster(str(file))
