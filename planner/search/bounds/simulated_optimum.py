@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from meshwright.planner.documents.tolerances import ROUNDING
 from meshwright.planner.schedules.schedule import rank_of_stage
 from meshwright.planner.schedules.steady_state import KINDS, Graph, Path, graph_of
-from meshwright.planner.search.bounds.simulated_cuts import Placed, cuts_bound_s
+from meshwright.planner.search.bounds.simulated_cuts import Placed, Ways, cuts_bound_s
 from meshwright.planner.search.bounds.simulated_step import hidden_s
 from meshwright.planner.search.partition.rank_partition import RankProblem
 from meshwright.planner.solver.bounds.downsets import Downsets, Prefixes
@@ -174,16 +174,15 @@ class ColumnProgram:
         placed, layout = self._placed, self._layout
         each_s = np.einsum("cks,ks->c", placed.seconds, weights.visits)
         each_s += weights.ends[placed.rank] * placed.sync_s
-        least_s = np.full(int(placed.end.max(initial=0)) + 1, np.inf)
-        least_s[0], update_s = 0.0, 0.0
-        for rank in range(layout.pipeline):
-            at = np.flatnonzero(placed.rank == rank)
-            reached_s = least_s[placed.first[at]] + each_s[at]
-            least_s = np.full(len(least_s), np.inf)
-            np.minimum.at(least_s, placed.end[at], reached_s)
-            update_s = max(update_s, float(placed.update_s[at].min(initial=np.inf)))
+        each_s += (hops_behind(layout) @ weights.hops)[placed.rank] * placed.hop_s
+        ways = Ways(placed, layout.pipeline)
+        [least_s] = ways.least_s(1, lambda _, columns, before_s: before_s + each_s[columns])
+        update_s = max(
+            float(placed.update_s[placed.rank == rank].min(initial=np.inf))
+            for rank in range(layout.pipeline)
+        )
         waiting_s = float(weights.hops.sum()) * self._transfer_s
-        return (float(least_s[-1]) + waiting_s) * (1 - CLOSE) + update_s + self._step_s
+        return (float(least_s) + waiting_s) * (1 - CLOSE) + update_s + self._step_s
 
     def mixed_s(
         self,
@@ -710,6 +709,18 @@ def _falling(most: int, count: int) -> Iterator[tuple[int, ...]]:
             yield (first, *rest)
 
 
+def hops_behind(layout: Layout) -> Floats:
+    """[rank, boundary] 1 if the boundary lies between the rank and the next."""
+    home = rank_of_stage(
+        layout.schedule, stages=layout.stages, virtual_stages=layout.virtual_stages
+    )
+    behind = np.zeros((layout.pipeline, layout.stages - 1))
+    for boundary, pair in enumerate(itertools.pairwise(home)):
+        if abs(pair[0] - pair[1]) == 1:
+            behind[min(pair), boundary] = 1.0
+    return behind
+
+
 class Program:
     """The program in HiGHS: columns, then ω and θ."""
 
@@ -726,14 +737,7 @@ class Program:
         self._step_s = step_s
         self._transfer_s = np.full(layout.stages - 1, transfer_s)
         self._hops = bool(placed.hop_s.any())
-        home = rank_of_stage(
-            layout.schedule, stages=layout.stages, virtual_stages=layout.virtual_stages
-        )
-        self._behind = np.zeros((layout.pipeline, layout.stages - 1))
-        """[rank, boundary] True if it lies between the rank and the next."""
-        for boundary, pair in enumerate(itertools.pairwise(home)):
-            if abs(pair[0] - pair[1]) == 1:
-                self._behind[min(pair), boundary] = 1.0
+        self._behind = hops_behind(layout)
         self._paths: list[tuple[int, Path]] = []
         """Paths with their rows."""
         self._graph: Graph = graph_of(

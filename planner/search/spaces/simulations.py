@@ -231,7 +231,7 @@ def simulated_spaces(
         elif isinstance(space, ShareSpace):
             every.append(SimulatedShares(space, Tried(goal)))
         else:
-            every.append(SimulatedMixed(space, Tried(goal), closed_form_s))
+            every.append(SimulatedMixed(space, Tried(goal, further=True), closed_form_s))
     return every
 
 
