@@ -125,10 +125,10 @@ class SimulatedMixed(BySimulation, MixedSpace):
         ordered_s = self._ordered_s(layout)
         if self.tried.goal.exceeds(ordered_s):
             return ordered_s
-        if self._bounded.cover(layout, self.costs_of):
-            return Pruned(DOMINATED)
         alike = replace(layout, loss=None)
         if alike not in self._any_loss_s:
+            if self._bounded.cover(layout, self.costs_of):
+                return Pruned(DOMINATED)
             if not self.tried.try_one(BOUNDED, self.tried.effort.layouts):
                 return ordered_s
             self._bounded.add(layout, self.costs_of(layout))
@@ -334,6 +334,9 @@ class SimulatedMixed(BySimulation, MixedSpace):
         numbers = list(self.costs.stages_of(layout).values())
         read = partial(self.read, layout)
         links = self.links(layout)
+        if fastest_only:  # whatever meets, over the fastest link: a place is one for all types
+            least_s = np.min([link_s for row in links for link_s in row], axis=0)
+            links = [[least_s] * len(links)] * len(links)
         return choices_of(layout, columns, numbers, links, limit_s, read, fastest_only=fastest_only)
 
     def read(
@@ -403,16 +406,12 @@ class _LayoutSearch:
         columns = space.columns(layout, self._limit_s)
         if columns is None:
             return self.near_s()
-        loose = space.choices(layout, columns, self._limit_s, fastest_only=True)
-        low_s = 0.0 if loose is None else loose.cut_s(self._limit_s)
-        if low_s >= self._limit_s:
-            return low_s
         choices = space.choices(layout, columns, self._limit_s, fastest_only=False)
         if choices is None:
-            low_s = max(low_s, self.near_s())
+            low_s = self.near_s()
             self.improve(columns, MOST_MOVES)
             return low_s
-        low_s = max(low_s, choices.cut_s(self._limit_s))
+        low_s = choices.cut_s(self._limit_s)
         if low_s >= self._limit_s:
             return low_s
         low_s = max(low_s, self.near_s())
@@ -437,7 +436,9 @@ class _LayoutSearch:
 
         The orders of a graph's branches are left as they are, so there nothing moves.
         """
-        paths = SplitPaths(self._layout, columns[0].costs)
+        costs, names = self._space.costs, list(self._space.costs.tables)
+        crossing_s = [[costs.crossing_s(self._layout, a, b) for b in names] for a in names]
+        paths = SplitPaths(self._layout, columns[0].costs, crossing_s)
         while self._split is not None and columns[0].places.alike:
             split = self._split
             sizes = [b - a for a, b in itertools.pairwise(split.split.cuts)]
@@ -448,7 +449,7 @@ class _LayoutSearch:
                 if most <= 0:
                     return
                 most -= 1
-                if paths.all_exceed(moved, self._limit_s):
+                if paths.exceeds(moved, order, self._limit_s):
                     continue
                 options = [option for column in moved for option in column.options]
                 cuts = [0, *itertools.accumulate(numbers)]
