@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
@@ -370,6 +370,10 @@ class Columns:
         self._room_s = limit_s - costs.step_s
         self._layer_s: dict[tuple[int, int], tuple[float, ...]] = {}
         self._known: dict[tuple[object, ...], list[RankColumn] | None] = {}
+        self._spans: dict[tuple[int, int], tuple[int, ...]] = {}
+        """Kinds of the entries between two places."""
+        self._worth: dict[tuple[int, int], list[int]] = {}
+        """[rank, kind] Options that no other is as fast as with as few bytes."""
 
     def columns_between(
         self, rank: int, first: int, end: int, *, fastest_only: bool = False
@@ -378,15 +382,24 @@ class Columns:
 
         With `fastest_only` one that no column is below, or none.
         """
-        layers = self.places.between(first, end)
-        if not all(tie.allows(rank, set(layers)) for tie in self._ties):
-            return []
-        kinds = tuple(self.instance.layers[at] for at in layers)
+        if self._ties:
+            layers = set(self.places.between(first, end))
+            if not all(tie.allows(rank, layers) for tie in self._ties):
+                return []
+        kinds = self._kinds_between(first, end)
         key = fastest_only, rank, kinds if self.places.alike else (first, end)
         if key not in self._known:
             which = self._quickest if fastest_only else self._new
             self._known[key] = which(rank, first, end, kinds)
         return self._known[key]
+
+    def _kinds_between(self, first: int, end: int) -> tuple[int, ...]:
+        """Return the kinds of the entries between two places."""
+        kinds = self._spans.get((first, end))
+        if kinds is None:
+            layers = self.places.between(first, end)
+            kinds = self._spans[first, end] = tuple(self.instance.layers[at] for at in layers)
+        return kinds
 
     def _too_many(self, kinds: tuple[int, ...]) -> bool:
         counts = {kind: kinds.count(kind) for kind in kinds}
@@ -467,16 +480,21 @@ class Columns:
                 yield options
 
     def _within_sums(
-        self, rank: int, most: tuple[int, int], given: dict[int, tuple[int, ...]]
+        self,
+        rank: int,
+        most: tuple[int, int],
+        given: dict[int, tuple[int, ...]],
+        among: Sequence[int] | None = None,
     ) -> tuple[list[int], Indices, Floats]:
         """Return options of the main kind, the fastest first, and how many layers may have each.
 
         [way, option], and [way] seconds of all entries.  Ways are within the limit alone, and
         within memory by sums of bytes, which are no more than what ranks hold, and quicker.
+        Options are those `among` the main kind's where given.
         """
         (main, number), tables = most, self.instance.kinds
         table = tables[main]
-        order = sorted(range(len(table)), key=lambda at: table[at].time_s)
+        order = sorted(among or range(len(table)), key=lambda at: table[at].time_s)
         numbers = _ways(number, len(order))
         stage = self.instance.stages[rank]
         others = [tables[kind][at] for kind, options in given.items() for at in options]
@@ -511,11 +529,12 @@ class Columns:
         summed_bytes = sum(map(stage.summed_bytes, taken))
         summed_bytes += max((option.transient_bytes for option in taken), default=0.0)
         if summed_bytes > stage.free_bytes:
-            most, others, numbers = self._main_kind_and_rest(kinds)
+            worth = {kind: self._worthwhile(rank, kind) for kind in set(kinds)}
+            most, others, numbers = self._main_kind_and_rest(kinds, worth)
             least_s = math.inf
             for beside in numbers:
                 given = dict(zip(others, beside, strict=True))
-                _, _, passes_s = self._within_sums(rank, most, given)
+                _, _, passes_s = self._within_sums(rank, most, given, worth[most[0]])
                 least_s = min(least_s, float(passes_s.min(initial=math.inf)))
         if least_s == math.inf:
             return []
@@ -525,6 +544,24 @@ class Columns:
         column.seconds[1, last] += max(0.0, more_s * (1 - ROUNDING))
         return [column]
 
+    def _worthwhile(self, rank: int, kind: int) -> list[int]:
+        """Return the options of a kind that may make the fastest choice of a rank within sums."""
+        if (rank, kind) not in self._worth:
+            stage, table = self.instance.stages[rank], self.instance.kinds[kind]
+            figures = [
+                (option.time_s, stage.summed_bytes(option), option.transient_bytes)
+                for option in table
+            ]
+            kept: list[int] = []
+            for at in sorted(range(len(table)), key=lambda at: figures[at]):
+                if not any(
+                    all(a <= b for a, b in zip(figures[other], figures[at], strict=True))
+                    for other in kept
+                ):
+                    kept.append(at)
+            self._worth[rank, kind] = kept
+        return self._worth[rank, kind]
+
     def _fastest(self, kinds: tuple[int, ...]) -> tuple[int, ...]:
         """Return the fastest option of each layer."""
         tables = self.instance.kinds
@@ -533,18 +570,18 @@ class Columns:
         )
 
     def _main_kind_and_rest(
-        self, kinds: tuple[int, ...]
+        self, kinds: tuple[int, ...], among: Mapping[int, Sequence[int]] | None = None
     ) -> tuple[tuple[int, int], list[int], Iterator[tuple[tuple[int, ...], ...]]]:
         """Return the kind that most entries have and how many, and the others with their options.
 
-        [way][other kind] One for each entry of the kind.
+        [way][other kind] One for each entry of the kind, `among` some of each kind where given.
         """
         counts = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
         main = max(counts, key=lambda kind: counts[kind])
         others = [kind for kind in counts if kind != main]
         combinations = (
             itertools.combinations_with_replacement(
-                range(len(self.instance.kinds[kind])), counts[kind]
+                among[kind] if among else range(len(self.instance.kinds[kind])), counts[kind]
             )
             for kind in others
         )

@@ -112,6 +112,21 @@ def test_no_answer_is_slower_than_that_of_a_part_of_many_clusters(seed: int) -> 
     check(*drawn(seed), USUAL)
 
 
+@pytest.mark.matrix
+def test_a_whole_that_bounds_leave_open_is_searched() -> None:
+    """8 of 10 devices are likely to be the fastest, and bounds do not exclude that 10 are.
+
+    All plans that are compared are the simplest within 1.5 % of the fastest of their devices.
+    """
+    request, prefer = drawn(5011)
+    whole = with_preference(request, search(request), prefer)
+
+    answer = search_parts(request, prefer).answer
+
+    assert answer.prediction.step_time_s <= whole.prediction.step_time_s * (1 + 1e-9)
+    assert answer.certificate.gap < 0.01
+
+
 def degrees_of(layout: Layout) -> Degrees:
     return Degrees(
         tensor=layout.tensor,
