@@ -27,8 +27,9 @@ What the certificate's space is, as it says itself (`certificate.model`, planner
     on the first stage, what stands behind it on the last, the stages of a rank have equally many
     up to one, and the last stage may have fewer
     expert parallelism keeps the usual order of axes, and tokens go all to all
-    the loss is of all logits or in chunks of 1,024 rows, whose gradients wait for
-    backward or are made there; with LoRA they are made there
+    the loss is of all logits or in chunks, whose gradients wait for backward or are made there;
+    with LoRA they are made there.  A chunk has 1,024 to 8,192 rows, a power of two: as many as
+    have logits that take at most 1/32 of the smallest device's memory in 32 bits
     ZeRO-3 without pipeline or experts may gather one unit ahead, or keep parameters in a node
     4 % of an accelerator's memory is kept free, nothing of a CPU's
     activations are kept, states are on the device and gradients travel as they are, unless the
@@ -259,8 +260,15 @@ class Attack:
 
     @property
     def _losses(self) -> tuple[ChunkedLoss | None, ...]:
-        anew = ChunkedLoss(gradients="recomputed")
-        return (None, anew) if self.job.lora else (None, ChunkedLoss(), anew)
+        memory_bytes = min(group.accelerator.memory_bytes for group in self.cluster.groups)
+        wide = self.model.architecture.vocab_size if self.model.architecture else 1
+        rows = max(
+            rows
+            for rows in (1024, 2048, 4096, 8192)
+            if rows == 1024 or 32 * 4 * rows * wide <= memory_bytes
+        )
+        anew = ChunkedLoss(rows=rows, gradients="recomputed")
+        return (None, anew) if self.job.lora else (None, ChunkedLoss(rows=rows), anew)
 
     def _gathered(self, layout: Layout) -> bool:
         """Whether ZeRO-3 gathers in a way that no plan of the space does."""

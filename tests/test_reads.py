@@ -60,6 +60,7 @@ READS: dict[tuple[str, str], str] = {
     ("profiler/start_ranks.py", "read_text"): OURS,
     ("runtime/run/addresses.py", "read_text"): SYSTEM,
     ("runtime/resilience/hang_detector.py", "read_text"): SYSTEM,
+    ("runtime/run/run_clock.py", "read_text"): SYSTEM,
     ("runtime/launch/host_memory_limits.py", "read_text"): SYSTEM,
     ("runtime/core/process_group.py", "read_text"): SYSTEM,
     ("runtime/run/authenticated_channel.py", "json.loads"): PEER,

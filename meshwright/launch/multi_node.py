@@ -66,7 +66,7 @@ from meshwright.runtime.run.locks_and_signals import signals_kept
 from meshwright.runtime.run.node_rank import NodeRank
 from meshwright.runtime.run.recovery_policy import RankEnd, Verdict, verdict
 from meshwright.runtime.run.rendezvous import NodeLeft
-from meshwright.runtime.run.run_clock import unix_now_s
+from meshwright.runtime.run.run_clock import process_start_unix_s, unix_now_s
 from meshwright.runtime.run.run_folder import (
     Device,
     account_of,
@@ -151,10 +151,13 @@ class LateNode:
     def __init__(self, run: LaunchRun, signals: Sequence[int], *, is_script: bool) -> None:
         self._run, self._signals, self._is_script = run, signals, is_script
         self._next_s = time.monotonic() + ALONE_S
-        self._came_unix_s = time.time()
+        self._came_unix_s = process_start_unix_s()
 
     def look(self, newest: Epoch | None) -> None:
-        """Raise HandedOver by a notice, and RunOver where the run of an epoch is over."""
+        """Raise HandedOver by a notice, and RunOver where the run of an epoch is over.
+
+        LaunchError says how others stopped it while this node came.
+        """
         if self._signals:
             raise HandedOver("a notice came before the nodes had met")
         if newest is None or time.monotonic() < self._next_s:
@@ -166,6 +169,12 @@ class LateNode:
             is_recent = events_file(output).stat().st_mtime > self._came_unix_s - RECENT_S
         except OSError:
             is_recent = False
+        stop = stop_since(output, self._came_unix_s) if is_recent else None
+        if stop is not None:
+            raise LaunchError(
+                f"the run in {object_store.shown(folder)} stopped on its other nodes while this "
+                f"one came, {stop}; start the same command again on every node"
+            )
         # A script may be started to go further, and only one that has just ended is known not to.
         goes_on = self._run.resume and not self._is_script
         if (is_recent or goes_on) and has_ended(self._run, output, is_script=self._is_script):
@@ -173,6 +182,18 @@ class LateNode:
                 f"the run in {object_store.shown(folder)} is over: step {saved_step(folder)} is "
                 "saved; name another folder to train anew"
             )
+
+
+def stop_since(output: Path, since_unix_s: float) -> str | None:
+    """Return why a run was stopped, if that is the last of it and was not before a time."""
+    ends: list[Attempt | AttemptEnded | Incident | Decision] = [
+        event for event in events(output) if isinstance(event, (*_ENDS, Incident, Decision))
+    ]
+    last = ends[-1] if ends else None
+    if not isinstance(last, Decision) or last.reaction != "stop" or last.at_unix_s < since_unix_s:
+        return None
+    causes = [event.evidence for event in ends if isinstance(event, Incident)]
+    return f"{last.why}: {causes[-1]}" if causes else last.why
 
 
 def has_ended(run: LaunchRun, output: Path, *, is_script: bool) -> bool:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from meshwright.planner.documents.prediction import Certificate, Finalist, Loser, PlanProof
-from meshwright.planner.documents.profile import CHUNK_ROWS
 from meshwright.planner.documents.tolerances import EQUAL
 from meshwright.planner.documents.units import percent_text, seconds_text
 from meshwright.planner.search.space import LARGEST_CONTEXT
@@ -60,7 +59,7 @@ EXACT = (
 
 UNSEARCHED = (
     "idle devices",
-    f"loss chunks of other than {CHUNK_ROWS:,} rows",
+    "loss chunks of other lengths",
     f"context degrees above {LARGEST_CONTEXT}",
     "uneven shares of like layers among a rank's stages",
     "other places of the expert axis",

@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, NamedTuple, get_args
 
 from meshwright.planner.costs.collectives import fastest_relay
@@ -38,7 +38,7 @@ from meshwright.planner.documents.plan import (
     TensorOverlap,
     WeightGatherDtype,
 )
-from meshwright.planner.documents.profile import ChunkedLoss, LossGradients
+from meshwright.planner.documents.profile import CHUNK_ROWS, ChunkedLoss, LossGradients
 from meshwright.planner.operators.expert_routing import routing_of
 from meshwright.planner.schedules import PLAIN, SCHEDULES, Schedule, schedule_of
 from meshwright.planner.schedules.schedule import obstacle, too_long
@@ -68,10 +68,10 @@ class Timetable(NamedTuple):
     virtual_stages: int = 1
 
 
-LOSSES = (None, *(ChunkedLoss(gradients=name) for name in get_args(LossGradients)))
-"""Ways to compute the loss, of all logits or in chunks; the one with less machinery comes first."""
-FROZEN_LOSSES = (None, ChunkedLoss(gradients="recomputed"))
-"""Ways to compute the loss where the output projection has no gradient."""
+LOGITS_SHARE = 1 / 32
+"""Share of a device's memory that the logits of a chunk of the loss may take in 32 bits."""
+MOST_CHUNK_ROWS = 8192
+"""Largest number of rows in a chunk of the loss; larger ones gain less than 0.1 % of a step."""
 COMPILED_KERNELS = 13
 """Kernels of a block's compiled forward: those of Llama's (docs/results/runtime-speed.md)."""
 
@@ -599,11 +599,12 @@ def waits_for_host(request: Request, degrees: Degrees, micro_batch: int) -> bool
 
 
 def losses(request: Request, schedule: str) -> tuple[ChunkedLoss | None, ...]:
-    """Return the ways to compute the loss: of all logits, or in chunks of the usual size.
+    """Return the ways to compute the loss: of all logits, or in chunks of `chunk_rows`.
 
     Gradients are made in forward, or anew in backward, which takes longer and has less.  Of a
     frozen output projection they are made in backward alone: its chunks then hold nothing in
     between.  On CPUs products rule and nothing is gained by chunks, unless the user asks for them.
+    The way with less machinery comes first.
     """
     if request.pins.loss is not None:
         return (request.pins.chunks,)
@@ -613,7 +614,29 @@ def losses(request: Request, schedule: str) -> tuple[ChunkedLoss | None, ...]:
         return (None,)
     if schedule_of(schedule).stale:
         return (None,)
-    return FROZEN_LOSSES if request.job.lora else LOSSES
+    least_bytes = min(group.accelerator.memory_bytes for group in request.cluster.groups)
+    _, *ways = chunked_losses(chunk_rows(model, least_bytes))
+    return (None, ways[-1]) if request.job.lora else (None, *ways)
+
+
+@cache
+def chunked_losses(rows: int) -> tuple[ChunkedLoss | None, ...]:
+    """Return the ways to compute the loss with chunks of `rows`; None is of all logits."""
+    return (None, *(ChunkedLoss(rows=rows, gradients=name) for name in get_args(LossGradients)))
+
+
+def chunk_rows(model: ModelGraph, memory_bytes: float) -> int:
+    """Rows in a chunk of the loss on devices of `memory_bytes`: a power of two.
+
+    Chunks that are too small read the output projection, and add to its gradient, too often; large
+    ones take memory.  The logits of a chunk take at most `LOGITS_SHARE` of the memory in 32 bits,
+    within `CHUNK_ROWS` and `MOST_CHUNK_ROWS`.
+    """
+    a = model.architecture
+    outputs = [layer.logits.outputs for layer in model.layers if layer.logits is not None]
+    widest = max([*outputs, *([a.vocab_size] if a is not None else []), 1])
+    rows = int(memory_bytes * LOGITS_SHARE / (4 * widest))
+    return min(MOST_CHUNK_ROWS, max(CHUNK_ROWS, 1 << max(rows, 1).bit_length() - 1))
 
 
 def gpus(request: Request) -> bool:

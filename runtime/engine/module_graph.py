@@ -7,7 +7,9 @@ A forward that cannot be recorded is one layer, which a plan may train without a
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+import operator
 import re
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -307,12 +309,13 @@ def check_replay(module: nn.Module, recorder: Recorder, few: Any) -> frozenset[s
     backward = recorder.refused is None
     once, changing, unnamed, buffers = _trial_of_module(module, recorder, few, backward=backward)
     with restore_side_effects(module, recorder.inputs), torch.enable_grad():
-        other = deepcopy_module(module)
+        other = _in_training(module)
+        before = deepcopy_module(other)
         stage = RecordedStage(other, recorder, 0, len(recorder.first.layers)).train()
         replayed = _ForwardTrial.of(
             other, lambda: stage(micro=MicroBatch(own_tensors(few))), backward=backward
         )
-        here = _changed_buffers(recorder, module, other)
+        here = _changed_buffers(recorder, before, other)
     for parameter in module.parameters():
         parameter.grad = None  # a forward that was replaced by a function runs the module itself
     apart = sorted(once.changes ^ replayed.changes)
@@ -347,16 +350,19 @@ def _trial_of_module(
     fourth which buffers the first one changed.
     """
     with restore_side_effects(module, recorder.inputs), torch.enable_grad():
-        twin = deepcopy_module(module)
+        twin = _in_training(module)
+        before = deepcopy_module(twin)
         once = _ForwardTrial.of(twin, lambda: _forward_of(twin, recorder, few), backward=backward)
-        changed = _changed_names(recorder, module.named_parameters(), twin.named_parameters())
-        buffers = _changed_buffers(recorder, module, twin)
+        changed = _changed_names(recorder, before.named_parameters(), twin.named_parameters())
+        buffers = _changed_buffers(recorder, before, twin)
+        between = [(name, buffer.clone()) for name, buffer in twin.named_buffers()]
         again = _ForwardTrial.of(twin, lambda: _forward_of(twin, recorder, few))
+        moving = _changed_names(recorder, between, twin.named_buffers())
     slow = buffers - _statistics(module)
     if not once.makes_as(again):  # statistics that no training forward reads are none of these
-        changed |= buffers
-    elif slow and _reads(twin, recorder, few, slow):  # a spectral norm's, when it has settled
-        moving = _moving_buffers(twin, recorder, few) & slow
+        changed |= slow
+    elif slow and _reads(twin, recorder, few, slow):  # a spectral norm's
+        moving &= slow
         derived = slow - moving  # tables of a length that a first forward makes
         if derived and changes_by_samples(module, recorder, few, derived):  # a first batch's mean
             moving |= derived
@@ -367,24 +373,18 @@ def _trial_of_module(
     return once, again.changes | frozenset(changed), unnamed, buffers
 
 
-def _moving_buffers(module: nn.Module, recorder: Recorder, few: Any) -> set[str]:
-    """Return the names of buffers that two forwards of the same weights change twice.
+@torch.no_grad()
+def _in_training(module: nn.Module) -> nn.Module:
+    """Return a copy whose weights are others than when it was made, as in a later step.
 
-    The weights are others than a forward has seen, as in the next step: vectors that have settled
-    move on.
+    A copy of weights, a gate of zeros or settled vectors hide in the first step what they are for.
     """
-    with restore_side_effects(module, recorder.inputs), torch.enable_grad():
-        twin = deepcopy_module(module)
-        with torch.no_grad():
-            for weight in twin.parameters():
-                factors = torch.linspace(0.9, 1.1, weight.numel()).view(weight.shape)
-                weight.mul_(factors.to(weight))
-        seed_all(0)
-        _forward_of(twin, recorder, few)
-        before = deepcopy_module(twin)
-        seed_all(0)
-        _forward_of(twin, recorder, few)
-    return _changed_buffers(recorder, before, twin)
+    twin = deepcopy_module(module)
+    for seed, weight in enumerate(twin.parameters()):
+        if weight.is_floating_point():
+            drawn = torch.rand(weight.shape, generator=torch.Generator().manual_seed(seed)) - 0.5
+            weight.mul_(1 + 0.1 * drawn.to(weight)).add_(0.02 * drawn.to(weight))
+    return twin
 
 
 def _statistics(module: nn.Module) -> set[str]:
@@ -476,16 +476,18 @@ def changes_by_samples(
     *,
     sums: bool = False,
 ) -> bool:
-    """Return whether a forward's changes depend on samples or draws; non-tensors always count so.
+    """Return whether a forward's changes depend on samples, on how many there are, or on draws.
 
     With `sums` what the module sums over the batch is that of one batch, whatever its samples.
+    What is neither a tensor nor a number of the module is taken to depend on them.
     """
     other = tree_map(_of_first_sample, few)
     if all(map(_equal, tree_leaves(few), tree_leaves(other))):
         return True
-    rounds: list[dict[str, Tensor]] = []
+    batches = [few, other, few_samples(few, 2 * SAMPLES)]
+    rounds: list[list[Any]] = []
     of_batch = BatchSums() if sums else None
-    for seed, batch in enumerate((few, few, other) if sums else (few, other)):
+    for seed, batch in enumerate([few, *batches] if sums else batches):
         with (
             restore_side_effects(module, recorder.inputs),
             torch.enable_grad(),
@@ -496,14 +498,17 @@ def changes_by_samples(
             inner_loss.begin("")
             try:
                 _forward_of(twin, recorder, batch)
-            except Exception:  # it takes no such samples
+                values = [operator.attrgetter(name)(twin) for name in sorted(changing)]
+            except Exception:  # it takes no such samples, or what changes is not the module's
                 return True
             if of_batch is not None and of_batch.adding:
                 of_batch.finish(lambda value: value)
                 continue
-        rounds.append({**dict(twin.named_parameters()), **dict(twin.named_buffers())})
+        rounds.append(tree_leaves(values))
     return not all(
-        name in rounds[0] and _equal(*(values[name] for values in rounds)) for name in changing
+        isinstance(first, Tensor | int | float) and _equal(first, value)
+        for leaves in rounds[1:]
+        for first, value in itertools.zip_longest(rounds[0], leaves)
     )
 
 

@@ -410,7 +410,8 @@ class StagePipeline(Pipeline):
                             f"{self._makers[part.stage][at]}: no gradient comes back to "
                             "what it makes (detach(), no_grad(), or a loss without it), and a "
                             "pipeline would send zeros to the stages before, whose parameters "
-                            "decay then; let the loss depend on it, or use a plan without pipeline"
+                            "decay then; call it under torch.no_grad(), let the loss depend on it, "
+                            "or use a plan without pipeline"
                         )
                     )
 

@@ -15,7 +15,6 @@ products of a unit stand behind which is read off autograd's graph.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -155,7 +154,8 @@ def _run_products(unit: nn.Module, region: Region, across: Across) -> None:
         column = unit.get_submodule(path)
         column.forward = _columns(on_local_parts(column, column.forward), entry)
     rows = unit.get_submodule(region.rows)
-    rows.forward = functools.partial(_rows, rows, entry, across)
+    # Graphs are shared where the code is the same: a partial is compared by its identity.
+    rows.forward = lambda x: _rows(rows, entry, across, x)
 
 
 def _columns(inner: Callable[[Tensor], Tensor], entry: AxisEntry) -> Callable[[Tensor], Tensor]:
@@ -199,7 +199,11 @@ def run_heads(unit: nn.Module, path: str, across: Across) -> None:
         # In eval mode torch hands whole weights to one kernel of its own, but for an unknown
         # activation.
         parent.activation_relu_or_gelu = 0
-    project = on_local_parts(module, functools.partial(_heads, module, across))
+
+    def heads(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        return _heads(module, across, *args, **kwargs)
+
+    project = on_local_parts(module, heads)
     module.forward = on_local_parts(module.out_proj, project)  # type: ignore[method-assign]
 
 

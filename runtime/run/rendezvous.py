@@ -18,10 +18,11 @@ import selectors
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
+from meshwright.planner.documents.units import seconds_text
 from meshwright.planner.errors import LaunchError
 from meshwright.planner.errors.shown import lines
 from meshwright.runtime.run.addresses import REACHABLE, interfaces, is_local, listening, place_text
@@ -42,6 +43,8 @@ from meshwright.runtime.run.node_rank import NodeRank
 
 MEET_S = 300.0
 """Seconds that the first node waits for the last."""
+SILENT_S = 10.0
+"""Seconds after which a node says which others it waits for."""
 GREET_S = 10.0
 """Seconds that a connection may take to show that it knows the secret."""
 OTHERS_S = 10.0
@@ -100,18 +103,37 @@ class Rendezvous:
             return
         secret = job_secret(os.environ) if secret is None else secret
         deadline = time.monotonic() + meet_s
+        notices = [time.monotonic() + SILENT_S]
+
+        def look() -> None:
+            meanwhile()
+            if notices and time.monotonic() > notices[0]:
+                notices.clear()
+                self._print_absent(meet_s)
+
         try:
             if node_rank.node == 0:
                 reception = _Reception(node_rank, secret, self._others, greet_s, warn)
-                reception.receive_all(deadline, meanwhile)
+                reception.receive_all(deadline, look)
             else:
-                self._others[0] = _connect(node_rank, secret, deadline, greet_s, warn, meanwhile)
+                self._others[0] = _connect(node_rank, secret, deadline, greet_s, warn, look)
             first = next(iter(self._others.values()))
             self.address = first.connection.getsockname()[0]
             self.interface = interfaces().get(self.address)
         except BaseException as error:
             self._leave(error)
             raise
+
+    def _print_absent(self, meet_s: float) -> None:
+        """Print which nodes have not come yet, and how long this one waits for them."""
+        rank = self.node_rank
+        others = _named([node for node in range(1, rank.nodes) if node not in self._others])
+        if rank.node:
+            others = f"node 0 at {place_text(rank.host, rank.port)}"
+        text = (
+            f"node {rank.node} of {rank.nodes} waits for {others}, {seconds_text(meet_s)} at most"
+        )
+        print(f"meshwright: {lines(text)}", file=sys.stderr)
 
     def __enter__(self) -> Rendezvous:
         return self
@@ -420,11 +442,10 @@ class _Reception:
     def _missing(self, servers: list[socket.socket]) -> str:
         nodes = self._node_rank.nodes
         missing = [node for node in range(1, nodes) if node not in self._others]
-        named = ", ".join(f"node {node}" for node in missing[:MAX_NAMED])
-        more = f" and {len(missing) - MAX_NAMED} more" if len(missing) > MAX_NAMED else ""
         places = [server.getsockname() for server in servers]
         at = " and ".join(place_text(place[0], place[1]) for place in places)
-        text = f"nodes: {named}{more} of {nodes} did not come to {at}; start the same command there"
+        text = f"nodes: {_named(missing)} of {nodes} did not come to {at}"
+        text += "; start the same command there"
         if all(map(is_local, servers)):
             text += f". Only this machine reaches {at}; {REACHABLE}"
         if self._dropped:
@@ -434,6 +455,12 @@ class _Reception:
             )
             text += f". Dropped: {dropped}"
         return text
+
+
+def _named(nodes: Sequence[int]) -> str:
+    """Return the names of nodes, of which the first are enough."""
+    more = f" and {len(nodes) - MAX_NAMED} more" if len(nodes) > MAX_NAMED else ""
+    return ", ".join(f"node {node}" for node in nodes[:MAX_NAMED]) + more
 
 
 def _connect(

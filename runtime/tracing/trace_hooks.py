@@ -70,6 +70,8 @@ HOOKS = frozenset(("register_hook", "register_post_accumulate_grad_hook"))
 COLLECTIVES = frozenset(("c10d", "_c10d_functional"))
 """Namespaces of the operators by which ranks wait for each other."""
 DIFFERENTIATE = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
+SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+"""Function that gives a tensor other memory, without a new version."""
 PLAIN = (
     bool, int, float, complex, str, bytes, type(None), types.EllipsisType, type, enum.Enum, range,
     torch.dtype, torch.layout, torch.memory_format, torch.Size,
@@ -377,6 +379,12 @@ class Notes:
             raise RecordError(
                 f"{name} hangs a hook on a tensor between units; put it inside a unit (units=), or "
                 "train without pipeline",
+                where=_here(),
+            )
+        if unit is None and call == SET_DATA:
+            raise RecordError(
+                "a tensor is given other data between units (x.data = ...), which a replay would "
+                "not do; change it in the training loop, or put it inside a unit (units=)",
                 where=_here(),
             )
         if unit is None and call in DIFFERENTIATE:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,7 +17,7 @@ from meshwright.launch.launchable_plan import LaunchablePlan
 from meshwright.launch.multi_node import Epochs, LateNode, NodeResources
 from meshwright.launch.replan import VISIBLE
 from meshwright.planner.documents.document import write
-from meshwright.planner.documents.events import AttemptEnded, Decision, events_of
+from meshwright.planner.documents.events import Attempt, AttemptEnded, Decision, Incident, events_of
 from meshwright.planner.errors import HandedOver, LaunchError
 from meshwright.planner.whatif.what_if_changes import changed_cluster
 from meshwright.runtime.checkpoint import checkpoint
@@ -202,6 +203,31 @@ def test_a_spare_ends_well_only_where_the_run_does(
         LaunchError, match=r"the last saved state is .* of 40 steps; start the run again"
     ):
         case.epochs(spare)._end_as_spare(over)
+
+
+@pytest.mark.parametrize(("stopped_after_s", "is_last", "ends"), [
+    (1.0, True, True), (-1000.0, True, False), (1.0, False, False),
+])  # fmt: skip
+def test_a_node_that_came_while_the_run_was_stopped_ends_with_its_reason(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stopped_after_s: float,
+    is_last: bool,
+    ends: bool,
+) -> None:
+    case = Case(tmp_path, node_s=1.5, device_s=2.0)
+    monkeypatch.setattr(multi_node, "ALONE_S", -1.0)
+    monkeypatch.setattr(multi_node, "saved_step", lambda _: 0)
+    at_unix_s, file = time.time() + stopped_after_s, events_file(tmp_path / "out")
+    why = "step 22 gave gradient norm nan"
+    append_record(Incident(at_unix_s=at_unix_s, cause="not_a_number", evidence=why), file)
+    append_record(Decision(at_unix_s=at_unix_s, reaction="stop", why="it would again"), file)
+    if not is_last:
+        append_record(Attempt(at_unix_s=at_unix_s, plan="sha256:0", devices=1), file)
+    late = LateNode(case.run, [], is_script=False)
+
+    with pytest.raises(LaunchError, match=why) if ends else contextlib.nullcontext():
+        late.look(case.epoch)
 
 
 @pytest.mark.parametrize(

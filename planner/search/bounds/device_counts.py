@@ -13,6 +13,7 @@ that is known.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -28,9 +29,10 @@ from meshwright.planner.requests.request import Request
 from meshwright.planner.search.offload_choices import activations
 from meshwright.planner.search.space import (
     LARGEST_CONTEXT,
-    LOSSES,
     Degrees,
     captures,
+    chunk_rows,
+    chunked_losses,
     divisors,
     most_tensor_parallel,
     plainest,
@@ -133,6 +135,10 @@ def _device_seconds(request: Request, store: FigureStore | None) -> Seconds:
     shared = [1 << at for at in range(MOST_SHARED.bit_length())] if measured else [1]
     sizes = divisors(job.global_batch)[0 if measured else -LARGEST :]
     experts = divisors(request.model.expert_count) if request.model.expert_count else [1]
+    # A part has the chunks of its own smallest device.
+    memories = {group.accelerator.memory_bytes for group in request.cluster.groups}
+    rows = {chunk_rows(request.model, memory_bytes) for memory_bytes in memories}
+    ways = {pins.chunks, *itertools.chain.from_iterable(map(chunked_losses, rows))}
     places = [
         Layout(
             tensor=tensor,
@@ -157,7 +163,7 @@ def _device_seconds(request: Request, store: FigureStore | None) -> Seconds:
         for size in sizes
         for compiled in ("none", "block")
         for graphs in captures(request, tensor * context * expert)
-        for loss in LOSSES
+        for loss in ways
     ]
     ranks_s = tables.fastest_s(places, pins.recompute)
     per_sample = np.array([place.tensor * place.context / place.micro_batch for place in places])

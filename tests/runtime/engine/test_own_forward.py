@@ -30,6 +30,7 @@ from meshwright.runtime.tracing.tracer import Recorder
 from tests.limits import PATIENCE_S
 from tests.runtime.forward_ways import (
     buffers,
+    later_modules,
     loops,
     means,
     modes,
@@ -48,6 +49,7 @@ WAYS: dict[str, dict[str, Way]] = {
     "loops": loops.WAYS,
     "published": published.WAYS,
     "modules": published_modules.WAYS,
+    "later": later_modules.WAYS,
 }
 
 
@@ -303,7 +305,7 @@ def all_of(kind: str, layout: str) -> dict[str, Training]:
 @pytest.mark.ranks
 @pytest.mark.matrix
 @pytest.mark.parametrize("layout", WIDER)
-@pytest.mark.parametrize("kind", ["buffers", "published", "modules"])
+@pytest.mark.parametrize("kind", ["buffers", "published", "modules", "later"])
 def test_published_modules_train_on_wider_layouts_or_are_refused(kind: str, layout: str) -> None:
     every = on_ranks(WIDER[layout][0], all_of, kind, layout, timeout_s=8 * PATIENCE_S)
     for results in every:

@@ -79,6 +79,44 @@ class Counted(Net):
         return self.features(x) / self.steps
 
 
+class SamplesSeen(Net):
+    """A count of samples, which a rank has a part of, and of which the next forward makes use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.ones((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.features(x) / self.seen.clone()
+        self.seen += len(x)
+        return out
+
+
+class SamplesSeenByPython(Net):
+    """The same in a number of Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.features(x) / self.seen
+        self.seen += len(x)
+        return out
+
+
+class Averaged(Net):
+    """An average of weights that begins as they are, so that the first forward changes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", self.blocks[0].weight.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.average = self.average.lerp(self.blocks[0].weight.detach(), 0.1)
+        return self.features(x) + x @ self.average.T
+
+
 class NotSaved(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -261,12 +299,15 @@ WAYS = {
     "in a unit": Way(CentredInside, trains=ALONE),
     "in a container": Way(CentredInContainer, trains=ALONE),
     "of steps": Way(Counted, trains=ON_RANKS),
+    "samples seen": Way(SamplesSeen, trains=ALONE),
+    "samples seen by Python": Way(SamplesSeenByPython, trains=ALONE),
+    "average of weights": Way(Averaged, trains=ON_RANKS),
     "not saved": Way(NotSaved, trains=ON_RANKS),
-    "of Python": Way(CountedByPython, trains=ALONE),
+    "of Python": Way(CountedByPython, trains=ON_RANKS),
     "bound at first": Way(BoundAtFirst, trains=ALONE),
     "queue": Way(Queue, trains=ALONE),
     "plain": Way(Plain, trains=ALONE),
-    "listed": Way(Listed, trains=ALONE),
+    "listed": Way(Listed, trains=ON_RANKS),
     "codebook": Way(Quantized, trains=ON_RANKS),
     "bound by the loop": Way(ScaledByBuffer, before=bind_scale),
     "filled by the loop": Way(ScaledByBuffer, before=fill_scale),

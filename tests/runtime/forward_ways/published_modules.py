@@ -237,6 +237,15 @@ class Twins(nn.Module):
         return self.encoder(x), self.encoder(other)
 
 
+class Coded(Twins):
+    """Codes of one view are computed without a gradient, as the refusal of a pipeline asks."""
+
+    def forward(self, x: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            codes = self.encoder(x)
+        return codes, self.encoder(other)
+
+
 def redundancy(out: Any, batch: Any) -> Tensor:
     a, b = ((z - z.mean(0)) / (z.std(0) + 1e-3) for z in out)
     c = a.T @ b / len(a)
@@ -1248,7 +1257,8 @@ WAYS = {
     "SimSiam": Way(SimSiam, of_cosines, inputs=whole, batches=views),
     "Barlow Twins": Way(Twins, whole_batch(redundancy), inputs=whole, batches=views),
     "VICReg": Way(Twins, whole_batch(vicreg), inputs=whole, batches=views),
-    "SwAV": Way(Twins, whole_batch(sinkhorn), inputs=whole, batches=views),
+    "SwAV": Way(Twins, whole_batch(sinkhorn), trains=ON_RANKS, inputs=whole, batches=views),
+    "SwAV, codes without gradient": Way(Coded, whole_batch(sinkhorn), inputs=whole, batches=views),
     "DINO": Way(Dino, returned_mean, trains=ON_RANKS, batches=first_of, before=follow_student),
     "RetinaNet": Way(Retina, focal, batches=boxes),
     "DETR": Way(Detr, matched, batches=first_of),

@@ -331,6 +331,23 @@ def test_nodes_that_miss_are_named_with_who_was_dropped() -> None:
     present.__exit__(None, None, None)
 
 
+def test_nodes_that_wait_say_for_whom(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rendezvous, "SILENT_S", 0.1)
+    job = Job(count=2, meet_s=1.0)
+
+    job.end()
+    with pytest.raises(LaunchError, match="does not answer"):
+        Rendezvous(job.rank(1), secret=SECRET, meet_s=1.0)
+
+    ours, theirs = capsys.readouterr().err.splitlines()
+    assert ours == "meshwright: node 0 of 2 waits for node 1, 1 s at most"
+    assert (
+        theirs == f"meshwright: node 1 of 2 waits for node 0 at 127.0.0.1:{job.port}, 1 s at most"
+    )
+
+
 class Tapped:
     """Passes a connection on to node 0, keeps what goes there, and may change it."""
 
