@@ -25,10 +25,11 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -334,6 +335,17 @@ def choices_of(
     )
 
 
+class LeastFigures(NamedTuple):
+    """The fastest option of a kind of layer with its figures, and the least bytes of any."""
+
+    fastest: int
+    time_s: float
+    summed_bytes: float
+    transient_bytes: float
+    leanest_bytes: float
+    """Least that adds up of any option."""
+
+
 class Columns:
     """The columns of a layout on one type that are not as slow as the limit by themselves."""
 
@@ -374,6 +386,8 @@ class Columns:
         """Kinds of the entries between two places."""
         self._worth: dict[tuple[int, int], list[int]] = {}
         """[rank, kind] Options that no other is as fast as with as few bytes."""
+        self._least_of: dict[tuple[int, int], LeastFigures] = {}
+        """By rank and kind."""
 
     def columns_between(
         self, rank: int, first: int, end: int, *, fastest_only: bool = False
@@ -517,19 +531,18 @@ class Columns:
         It has the seconds of the fastest options, and what memory takes more by sums of bytes,
         which does not go to the rank's first stage if it has others.
         """
-        tables, stage = self.instance.kinds, self.instance.stages[rank]
-        fastest = self._fastest(kinds)
-        taken = [tables[kind][at] for kind, at in zip(kinds, fastest, strict=True)]
-        least_s = fastest_s = sum(option.time_s for option in taken)
+        stage, counts = self.instance.stages[rank], Counter(kinds)
+        least = [(self._least(rank, kind), number) for kind, number in counts.items()]
+        least_s = fastest_s = sum(number * of_kind.time_s for of_kind, number in least)
         if self._layout.micro_batches * least_s > self._room_s * (1 + ROUNDING):
             return []
-        leanest = sum(min(map(stage.summed_bytes, tables[kind])) for kind in kinds)
+        leanest = sum(number * of_kind.leanest_bytes for of_kind, number in least)
         if leanest > stage.room_bytes + ROUNDING * abs(leanest):
             return []
-        summed_bytes = sum(map(stage.summed_bytes, taken))
-        summed_bytes += max((option.transient_bytes for option in taken), default=0.0)
+        summed_bytes = sum(number * of_kind.summed_bytes for of_kind, number in least)
+        summed_bytes += max((of_kind.transient_bytes for of_kind, _ in least), default=0.0)
         if summed_bytes > stage.free_bytes:
-            worth = {kind: self._worthwhile(rank, kind) for kind in set(kinds)}
+            worth = {kind: self._worthwhile(rank, kind) for kind in counts}
             most, others, numbers = self._main_kind_and_rest(kinds, worth)
             least_s = math.inf
             for beside in numbers:
@@ -538,7 +551,7 @@ class Columns:
                 least_s = min(least_s, float(passes_s.min(initial=math.inf)))
         if least_s == math.inf:
             return []
-        column = self._column(rank, first, end, fastest)
+        column = self._column(rank, first, end, self._fastest(rank, kinds))
         more_s = least_s - fastest_s
         last = max(stage for stage, home in enumerate(self._home) if home == rank)
         column.seconds[1, last] += max(0.0, more_s * (1 - ROUNDING))
@@ -562,12 +575,24 @@ class Columns:
             self._worth[rank, kind] = kept
         return self._worth[rank, kind]
 
-    def _fastest(self, kinds: tuple[int, ...]) -> tuple[int, ...]:
+    def _fastest(self, rank: int, kinds: tuple[int, ...]) -> tuple[int, ...]:
         """Return the fastest option of each layer."""
-        tables = self.instance.kinds
-        return tuple(
-            min(range(len(tables[kind])), key=lambda at: tables[kind][at].time_s) for kind in kinds
-        )
+        return tuple(self._least(rank, kind).fastest for kind in kinds)
+
+    def _least(self, rank: int, kind: int) -> LeastFigures:
+        """Return the fastest option of a kind with its figures on a rank, and the least bytes."""
+        if (rank, kind) not in self._least_of:
+            stage, table = self.instance.stages[rank], self.instance.kinds[kind]
+            fastest = min(range(len(table)), key=lambda at: table[at].time_s)
+            option = table[fastest]
+            self._least_of[rank, kind] = LeastFigures(
+                fastest,
+                option.time_s,
+                stage.summed_bytes(option),
+                option.transient_bytes,
+                min(map(stage.summed_bytes, table)),
+            )
+        return self._least_of[rank, kind]
 
     def _main_kind_and_rest(
         self, kinds: tuple[int, ...], among: Mapping[int, Sequence[int]] | None = None

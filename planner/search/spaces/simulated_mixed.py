@@ -47,7 +47,7 @@ from meshwright.planner.search.bounds.simulated_step import SimulatedCandidates
 from meshwright.planner.search.bounds.split_paths import SplitPaths
 from meshwright.planner.search.goals import SplitSolution, timetable
 from meshwright.planner.search.partition.stage_size_rows import is_within
-from meshwright.planner.search.proof_account import BOUNDS, DOMINATED
+from meshwright.planner.search.proof_account import BOUNDS, CUTS, DOMINATED
 from meshwright.planner.search.proof_account import SOLVED as BY_OPTIMUM
 from meshwright.planner.search.queue import Bound, Pruned
 from meshwright.planner.search.space import kind, losses
@@ -102,8 +102,9 @@ class SimulatedMixed(BySimulation, MixedSpace):
     @property
     def bounds(self) -> Sequence[tuple[str, Bound]]:
         """Lower bounds on a layout's simulated step, and what falls to each."""
-        first, (name, _), memory = super().bounds
-        return [first, (name, self.bound_s), memory, (BOUNDS[BY_OPTIMUM], self.solved_s)]
+        first, (name, _), (_, cuts_s) = super().bounds
+        settled = (BOUNDS[BY_OPTIMUM], self.solved_s)
+        return [first, (name, self.bound_s), (BOUNDS[CUTS], cuts_s), settled]
 
     def bound_s(self, layout: Layout) -> float:
         """Least seconds of a step, splits within memory ignored.
