@@ -245,6 +245,11 @@ class SimulatedMixed(BySimulation, MixedSpace):
     def solved_s(self, layout: Layout) -> float:
         """Return seconds that no split of a layout simulates below, or the limit."""
         self.tried.looked_at[SOLVED] += 1
+        alike = replace(layout, loss=None)
+        if alike not in self._any_loss_s:
+            self._any_loss_s[alike] = self._any_cut_s(layout)
+        if self.tried.goal.exceeds(self._any_loss_s[alike]):
+            return self._any_loss_s[alike]
         return _LayoutSearch(self, layout, self.tried.goal.step_s).bounded_s()
 
     def estimate_s(self, layout: Layout, limit_s: float) -> float:
