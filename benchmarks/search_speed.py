@@ -8,18 +8,21 @@ whole answer with the simplest plan near the fastest and the usual ones beside i
 reading documents are not counted; the first search of the process is run twice, and the second
 counts.
 `--growth` goes from 8 to 65,536 devices instead; `--gaps` prints the simulated step and its gap of
-requests of all sizes.  What the native framework refuses is left out, but
-for models that it has no adapter for; with `--all-axes` only what no framework could run is.
+requests of all sizes, of devices that differ and of graphs of branches.  What the native framework
+refuses is left out, but for models that it has no adapter for; with `--all-axes` only what no
+framework could run is.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import time
 from dataclasses import dataclass
 
 from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
+from meshwright.planner.documents.model import Edge, Layer, LayerTrace, ModelGraph
 from meshwright.planner.documents.plan import Job
 from meshwright.planner.errors import NoPlanFits
 from meshwright.planner.frameworks.native_limits import Rules, limit
@@ -142,8 +145,57 @@ GAPS = [
         ("gemma-2-27b", "3x8xa100-sxm-80gb", 8192, 192),
         ("deepseek-v3", "256x8xh800-sxm-80gb", 4096, 15360),
         ("llama-3.1-405b", "2048x8xh100-sxm-80gb", 8192, 2048),
+        ("qwen3-32b", "8xh200-sxm+8xa100-sxm-80gb", 4096, 64),
+        ("llama-3.1-8b", "4xh100-sxm-80gb+4xa100-sxm-80gb+4xl40s", 4096, 48),
+        ("qwen2.5-7b", "8xa100-sxm-80gb+7xl40s", 4096, 96),
     )
 ]
+
+BRANCHES = (3, 6)
+"""Branches between two ends, and the layers of each."""
+
+
+def branching(parameters: int) -> ModelGraph:
+    """Return a graph of three branches of six layers, each of its kind, between two ends."""
+    count, length = BRANCHES
+    chains = [[(f"{branch}.{at}", branch) for at in range(length)] for branch in "abc"[:count]]
+    layers = [("stem", "stem"), *itertools.chain(*chains), ("head", "head")]
+    size = {"stem": 0.5, "a": 1.0, "b": 0.75, "c": 1.25, "head": 0.5}
+    edges = [
+        pair
+        for chain in chains
+        for pair in itertools.pairwise(["stem", *(name for name, _ in chain), "head"])
+    ]
+    return ModelGraph(
+        name=f"three branches of six, {parameters / 1e6:.0f} M parameters a layer",
+        layers=tuple(
+            Layer(
+                name=name,
+                kind=kind,
+                parameters=int(parameters * size[kind]),
+                trace=LayerTrace(
+                    forward_flops=2e11 * size[kind],
+                    stored_bytes=int(2e8 * size[kind]),
+                    transient_bytes=int(5e7 * size[kind]),
+                    output_bytes=5 * 10**6,
+                ),
+            )
+            for name, kind in layers
+        ),
+        edges=tuple(Edge(source=a, target=b) for a, b in edges),
+    )
+
+
+def branches_row(parameters: int) -> list[str]:
+    """Return the step of a graph of branches on 8 V100-16GB, its gap and the CPU seconds."""
+    model, cluster = branching(parameters), resolve_cluster("8xv100-sxm-16gb")
+    job = Job(seq_len=64, global_batch=64, precision="fp16")
+    started = time.process_time()
+    answer = search(Request(model, cluster, job))
+    seconds = time.process_time() - started
+    cells = [model.name, f"{job.global_batch}", f"{answer.prediction.step_time_s:.6g} s"]
+    return [*cells, f"{answer.certificate.gap:.2%}", f"{seconds:.2f}", answer.plan.layout.text()]
+
 
 COLUMNS = [
     ("configurations", None),
@@ -227,7 +279,7 @@ def main() -> None:
     header += ["whole answer", "goal", "fastest plan"]
     if arguments.gaps:
         header = ["case", "batch", "step", "gap", "search, CPU s", "fastest plan"]
-        rows = [header, *map(gap_row, GAPS)]
+        rows = [header, *map(gap_row, GAPS), *map(branches_row, (170_000_000, 250_000_000))]
     else:
         rows = [header, *(row(case, rules) for case in (GROWTH if arguments.growth else CASES))]
     if arguments.markdown:

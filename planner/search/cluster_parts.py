@@ -44,7 +44,14 @@ from meshwright.planner.search.group_sets import (
 from meshwright.planner.search.plan_candidate import Ranked
 from meshwright.planner.search.plan_preference import BESIDE, Prefer, with_preference
 from meshwright.planner.search.proof_account import of_parts
-from meshwright.planner.search.proof_budget import BRIEF, NEAR, USUAL, Effort, GapProgress
+from meshwright.planner.search.proof_budget import (
+    BRIEF,
+    GOAL,
+    NEAR,
+    USUAL,
+    Effort,
+    GapProgress,
+)
 from meshwright.planner.search.queue import Queue
 from meshwright.planner.search.search import MARGIN, check_request, no_plan, search, spaces_of
 from meshwright.planner.search.spaces.chain import ChainSpace
@@ -328,15 +335,20 @@ class _PartSearch:
         if part.degrees is None or (self.best is None and part.whole):
             self.search(part, searched)
             return
-        candidates = self._may_be_faster(part, part.degrees)
+        candidates, bound_s = self._may_be_faster(part, part.degrees), None
         del self._spaces[part.request.cluster_name]
         if self.best is not None and not part.request.model.edges:
             bound_s = self._bound_s(part, candidates)
-            if bound_s is not None:
+            if bound_s is not None and not self._is_open(part, bound_s):
                 self._add_bound(part, bound_s)
                 return
             candidates = []  # of what is faster the certificate is of all that the part has
-        self.search(part, searched, candidates)
+        self.search(part, searched, candidates, at_least_s=bound_s or 0.0)
+
+    def _is_open(self, part: ClusterPart, bound_s: float) -> bool:
+        """Return whether a search of a part may find what its bounds did not: a faster plan."""
+        gap = 0.0 if part.whole else GOAL
+        return bound_s < self.limit_s(part) * (1 - gap) and self.effort.gap <= gap
 
     @property
     def is_spent(self) -> bool:
@@ -386,13 +398,14 @@ class _PartSearch:
 
         First come bounds alone, then plans of the layouts that are likely to be faster, then the
         further proof, which ends at the lowest bound of the other parts: all have one certificate.
+        The whole cluster is searched where bounds alone leave it open.
         """
         best = self._best_on(part)
         goal = SimulatedStepGoal(best, BOUNDED)
         queue, spent = Queue(goal), Spent()
         queue.run(*(SimulatedChain(ChainSpace(of), goal, spent, 0.0) for of in candidates))
         lowest = queue.lowest()
-        if lowest is not None and not goal.exceeds(lowest.bound_s):
+        if lowest is not None and not goal.exceeds(lowest.bound_s) and not part.whole:
             look_among(goal, queue.rest(), self.effort)
             low = 1 - min(self.bounds, default=0.0) / (
                 goal.step_s * self.rate(part.request.cluster)
@@ -431,10 +444,12 @@ class _PartSearch:
         part: ClusterPart,
         searched: Callable[..., Answer],
         candidates: Sequence[Candidates] = (),
+        at_least_s: float = 0.0,
     ) -> None:
         """Search a part; its answer may be the best.
 
-        `candidates` are all of it that may be faster than the best that is known.
+        `candidates` are all of it that may be faster than the best that is known; no plan takes
+        less than `at_least_s`.
         """
         has_all = not candidates or self.best is None
         limit_s = self.limit_s(part)
@@ -464,7 +479,7 @@ class _PartSearch:
         if is_faster and not has_all:  # a certificate is of all that a part has
             self.search(part, searched)
             return
-        self._add_bound(part, min(fastest.certificate.lower_bound_s, limit_s))
+        self._add_bound(part, max(at_least_s, min(fastest.certificate.lower_bound_s, limit_s)))
         if part.whole:
             self.whole_s = fastest.certificate.lower_bound_s
         if not is_faster:

@@ -37,6 +37,7 @@ that contains it.  Where transfers differ by place or type, c is what a column's
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -164,11 +165,7 @@ class Cuts:
         self._alone_s = count * passes_s + placed.sync_s
         self._passes_s, self._rank_s, self._straight_s = passes_s, own_s, straight_s
         self._sync_s = float(placed.sync_s[placed.rank == 0].min())
-        self._places, self._numbers = int(placed.end.max()), placed.numbers
-        self._by_rank = [
-            [_of_type(placed, rank, number) for number in range(len(placed.numbers))]
-            for rank in range(ranks)
-        ]
+        self._ways = Ways(placed, ranks)
         self._times_s = np.array(sorted(set(passes_s.ravel().tolist())))
         least_s = float(self._sums_s(np.inf, self._times_s[-1:])[0])
         self._mean_s = least_s / ranks - self._hops_s
@@ -204,24 +201,45 @@ class Cuts:
     def _sums_s(self, limit_s: float, ceilings_s: Floats) -> Floats:
         """[ceiling] Least Σ (p_s + 2 c) of cuts with paths within a limit; inf if there is none."""
         ceiling_s = ceilings_s[:, None] * (1 + ROUNDING)
-        none = np.full((len(ceilings_s), self._places + 1), np.inf)
+
+        def after_s(rank: int, columns: Indices, before_s: Floats) -> Floats:
+            fits = (self._alone_s[columns] <= limit_s) & (self._passes_s[columns] <= ceiling_s)
+            reached_s = before_s + self._rank_s[columns] + (self._sync_s if rank else 0.0)
+            way_s = before_s + self._straight_s[columns]
+            return np.where(fits & (reached_s <= limit_s), way_s, np.inf)
+
+        return self._ways.least_s(len(ceilings_s), after_s)
+
+
+class Ways:
+    """Columns one behind the other, from the first place to the last, with ranks of each type."""
+
+    def __init__(self, placed: Placed, ranks: int) -> None:
+        self._places, self._numbers = int(placed.end.max(initial=0)), placed.numbers
+        self._by_rank = [
+            [_of_type(placed, rank, number) for number in range(len(placed.numbers))]
+            for rank in range(ranks)
+        ]
+
+    def least_s(self, rows: int, after_s: Callable[[int, Indices, Floats], Floats]) -> Floats:
+        """[row] Least seconds of all ways; inf where there is none.
+
+        `after_s` returns those behind columns of a rank: array [row, column], from those before.
+        """
+        none = np.full((rows, self._places + 1), np.inf)
         best_s = {(0,) * len(self._numbers): none.copy()}
         for start in best_s.values():
             start[:, 0] = 0.0
         for rank, of_types in enumerate(self._by_rank):
             after: dict[tuple[int, ...], Floats] = {}
-            ended_s = self._sync_s if rank else 0.0
             for number, (columns, firsts, ends, starts) in enumerate(of_types):
                 if len(columns) == 0:
                     continue
-                fits = (self._alone_s[columns] <= limit_s) & (self._passes_s[columns] <= ceiling_s)
                 for used, before in best_s.items():
                     if used[number] == self._numbers[number]:
                         continue
-                    before_s = before[:, firsts]
-                    able = fits & (before_s + self._rank_s[columns] + ended_s <= limit_s)
-                    after_s = np.where(able, before_s + self._straight_s[columns], np.inf)
-                    lowest_s = np.minimum.reduceat(after_s, starts, axis=1)
+                    reached_s = after_s(rank, columns, before[:, firsts])
+                    lowest_s = np.minimum.reduceat(reached_s, starts, axis=1)
                     key = (*used[:number], used[number] + 1, *used[number + 1 :])
                     row = after.setdefault(key, none.copy())
                     row[:, ends] = np.minimum(row[:, ends], lowest_s)

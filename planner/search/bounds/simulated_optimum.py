@@ -25,10 +25,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +37,7 @@ from numpy.typing import NDArray
 from meshwright.planner.documents.tolerances import ROUNDING
 from meshwright.planner.schedules.schedule import rank_of_stage
 from meshwright.planner.schedules.steady_state import KINDS, Graph, Path, graph_of
-from meshwright.planner.search.bounds.simulated_cuts import Placed, cuts_bound_s
+from meshwright.planner.search.bounds.simulated_cuts import Placed, Ways, cuts_bound_s
 from meshwright.planner.search.bounds.simulated_step import hidden_s
 from meshwright.planner.search.partition.rank_partition import RankProblem
 from meshwright.planner.solver.bounds.downsets import Downsets, Prefixes
@@ -174,16 +175,15 @@ class ColumnProgram:
         placed, layout = self._placed, self._layout
         each_s = np.einsum("cks,ks->c", placed.seconds, weights.visits)
         each_s += weights.ends[placed.rank] * placed.sync_s
-        least_s = np.full(int(placed.end.max(initial=0)) + 1, np.inf)
-        least_s[0], update_s = 0.0, 0.0
-        for rank in range(layout.pipeline):
-            at = np.flatnonzero(placed.rank == rank)
-            reached_s = least_s[placed.first[at]] + each_s[at]
-            least_s = np.full(len(least_s), np.inf)
-            np.minimum.at(least_s, placed.end[at], reached_s)
-            update_s = max(update_s, float(placed.update_s[at].min(initial=np.inf)))
+        each_s += (hops_behind(layout) @ weights.hops)[placed.rank] * placed.hop_s
+        ways = Ways(placed, layout.pipeline)
+        [least_s] = ways.least_s(1, lambda _, columns, before_s: before_s + each_s[columns])
+        update_s = max(
+            float(placed.update_s[placed.rank == rank].min(initial=np.inf))
+            for rank in range(layout.pipeline)
+        )
         waiting_s = float(weights.hops.sum()) * self._transfer_s
-        return (float(least_s[-1]) + waiting_s) * (1 - CLOSE) + update_s + self._step_s
+        return (float(least_s) + waiting_s) * (1 - CLOSE) + update_s + self._step_s
 
     def mixed_s(
         self,
@@ -335,6 +335,17 @@ def choices_of(
     )
 
 
+class LeastFigures(NamedTuple):
+    """The fastest option of a kind of layer with its figures, and the least bytes of any."""
+
+    fastest: int
+    time_s: float
+    summed_bytes: float
+    transient_bytes: float
+    leanest_bytes: float
+    """Least that adds up of any option."""
+
+
 class Columns:
     """The columns of a layout on one type that are not as slow as the limit by themselves."""
 
@@ -371,6 +382,12 @@ class Columns:
         self._room_s = limit_s - costs.step_s
         self._layer_s: dict[tuple[int, int], tuple[float, ...]] = {}
         self._known: dict[tuple[object, ...], list[RankColumn] | None] = {}
+        self._spans: dict[tuple[int, int], tuple[int, ...]] = {}
+        """Kinds of the entries between two places."""
+        self._worth: dict[tuple[int, int], list[int]] = {}
+        """[rank, kind] Options that no other is as fast as with as few bytes."""
+        self._least_of: dict[tuple[int, int], LeastFigures] = {}
+        """By rank and kind."""
 
     def columns_between(
         self, rank: int, first: int, end: int, *, fastest_only: bool = False
@@ -379,15 +396,24 @@ class Columns:
 
         With `fastest_only` one that no column is below, or none.
         """
-        layers = self.places.between(first, end)
-        if not all(tie.allows(rank, set(layers)) for tie in self._ties):
-            return []
-        kinds = tuple(self.instance.layers[at] for at in layers)
+        if self._ties:
+            layers = set(self.places.between(first, end))
+            if not all(tie.allows(rank, layers) for tie in self._ties):
+                return []
+        kinds = self._kinds_between(first, end)
         key = fastest_only, rank, kinds if self.places.alike else (first, end)
         if key not in self._known:
             which = self._quickest if fastest_only else self._new
             self._known[key] = which(rank, first, end, kinds)
         return self._known[key]
+
+    def _kinds_between(self, first: int, end: int) -> tuple[int, ...]:
+        """Return the kinds of the entries between two places."""
+        kinds = self._spans.get((first, end))
+        if kinds is None:
+            layers = self.places.between(first, end)
+            kinds = self._spans[first, end] = tuple(self.instance.layers[at] for at in layers)
+        return kinds
 
     def _too_many(self, kinds: tuple[int, ...]) -> bool:
         counts = {kind: kinds.count(kind) for kind in kinds}
@@ -468,16 +494,21 @@ class Columns:
                 yield options
 
     def _within_sums(
-        self, rank: int, most: tuple[int, int], given: dict[int, tuple[int, ...]]
+        self,
+        rank: int,
+        most: tuple[int, int],
+        given: dict[int, tuple[int, ...]],
+        among: Sequence[int] | None = None,
     ) -> tuple[list[int], Indices, Floats]:
         """Return options of the main kind, the fastest first, and how many layers may have each.
 
         [way, option], and [way] seconds of all entries.  Ways are within the limit alone, and
         within memory by sums of bytes, which are no more than what ranks hold, and quicker.
+        Options are those `among` the main kind's where given.
         """
         (main, number), tables = most, self.instance.kinds
         table = tables[main]
-        order = sorted(range(len(table)), key=lambda at: table[at].time_s)
+        order = sorted(among or range(len(table)), key=lambda at: table[at].time_s)
         numbers = _ways(number, len(order))
         stage = self.instance.stages[rank]
         others = [tables[kind][at] for kind, options in given.items() for at in options]
@@ -500,52 +531,82 @@ class Columns:
         It has the seconds of the fastest options, and what memory takes more by sums of bytes,
         which does not go to the rank's first stage if it has others.
         """
-        tables, stage = self.instance.kinds, self.instance.stages[rank]
-        fastest = self._fastest(kinds)
-        taken = [tables[kind][at] for kind, at in zip(kinds, fastest, strict=True)]
-        least_s = fastest_s = sum(option.time_s for option in taken)
+        stage, counts = self.instance.stages[rank], Counter(kinds)
+        least = [(self._least(rank, kind), number) for kind, number in counts.items()]
+        least_s = fastest_s = sum(number * of_kind.time_s for of_kind, number in least)
         if self._layout.micro_batches * least_s > self._room_s * (1 + ROUNDING):
             return []
-        leanest = sum(min(map(stage.summed_bytes, tables[kind])) for kind in kinds)
+        leanest = sum(number * of_kind.leanest_bytes for of_kind, number in least)
         if leanest > stage.room_bytes + ROUNDING * abs(leanest):
             return []
-        summed_bytes = sum(map(stage.summed_bytes, taken))
-        summed_bytes += max((option.transient_bytes for option in taken), default=0.0)
+        summed_bytes = sum(number * of_kind.summed_bytes for of_kind, number in least)
+        summed_bytes += max((of_kind.transient_bytes for of_kind, _ in least), default=0.0)
         if summed_bytes > stage.free_bytes:
-            most, others, numbers = self._main_kind_and_rest(kinds)
+            worth = {kind: self._worthwhile(rank, kind) for kind in counts}
+            most, others, numbers = self._main_kind_and_rest(kinds, worth)
             least_s = math.inf
             for beside in numbers:
                 given = dict(zip(others, beside, strict=True))
-                _, _, passes_s = self._within_sums(rank, most, given)
+                _, _, passes_s = self._within_sums(rank, most, given, worth[most[0]])
                 least_s = min(least_s, float(passes_s.min(initial=math.inf)))
         if least_s == math.inf:
             return []
-        column = self._column(rank, first, end, fastest)
+        column = self._column(rank, first, end, self._fastest(rank, kinds))
         more_s = least_s - fastest_s
         last = max(stage for stage, home in enumerate(self._home) if home == rank)
         column.seconds[1, last] += max(0.0, more_s * (1 - ROUNDING))
         return [column]
 
-    def _fastest(self, kinds: tuple[int, ...]) -> tuple[int, ...]:
+    def _worthwhile(self, rank: int, kind: int) -> list[int]:
+        """Return the options of a kind that may make the fastest choice of a rank within sums."""
+        if (rank, kind) not in self._worth:
+            stage, table = self.instance.stages[rank], self.instance.kinds[kind]
+            figures = [
+                (option.time_s, stage.summed_bytes(option), option.transient_bytes)
+                for option in table
+            ]
+            kept: list[int] = []
+            for at in sorted(range(len(table)), key=lambda at: figures[at]):
+                if not any(
+                    all(a <= b for a, b in zip(figures[other], figures[at], strict=True))
+                    for other in kept
+                ):
+                    kept.append(at)
+            self._worth[rank, kind] = kept
+        return self._worth[rank, kind]
+
+    def _fastest(self, rank: int, kinds: tuple[int, ...]) -> tuple[int, ...]:
         """Return the fastest option of each layer."""
-        tables = self.instance.kinds
-        return tuple(
-            min(range(len(tables[kind])), key=lambda at: tables[kind][at].time_s) for kind in kinds
-        )
+        return tuple(self._least(rank, kind).fastest for kind in kinds)
+
+    def _least(self, rank: int, kind: int) -> LeastFigures:
+        """Return the fastest option of a kind with its figures on a rank, and the least bytes."""
+        if (rank, kind) not in self._least_of:
+            stage, table = self.instance.stages[rank], self.instance.kinds[kind]
+            fastest = min(range(len(table)), key=lambda at: table[at].time_s)
+            option = table[fastest]
+            self._least_of[rank, kind] = LeastFigures(
+                fastest,
+                option.time_s,
+                stage.summed_bytes(option),
+                option.transient_bytes,
+                min(map(stage.summed_bytes, table)),
+            )
+        return self._least_of[rank, kind]
 
     def _main_kind_and_rest(
-        self, kinds: tuple[int, ...]
+        self, kinds: tuple[int, ...], among: Mapping[int, Sequence[int]] | None = None
     ) -> tuple[tuple[int, int], list[int], Iterator[tuple[tuple[int, ...], ...]]]:
         """Return the kind that most entries have and how many, and the others with their options.
 
-        [way][other kind] One for each entry of the kind.
+        [way][other kind] One for each entry of the kind, `among` some of each kind where given.
         """
         counts = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
         main = max(counts, key=lambda kind: counts[kind])
         others = [kind for kind in counts if kind != main]
         combinations = (
             itertools.combinations_with_replacement(
-                range(len(self.instance.kinds[kind])), counts[kind]
+                among[kind] if among else range(len(self.instance.kinds[kind])), counts[kind]
             )
             for kind in others
         )
@@ -710,6 +771,18 @@ def _falling(most: int, count: int) -> Iterator[tuple[int, ...]]:
             yield (first, *rest)
 
 
+def hops_behind(layout: Layout) -> Floats:
+    """[rank, boundary] 1 if the boundary lies between the rank and the next."""
+    home = rank_of_stage(
+        layout.schedule, stages=layout.stages, virtual_stages=layout.virtual_stages
+    )
+    behind = np.zeros((layout.pipeline, layout.stages - 1))
+    for boundary, pair in enumerate(itertools.pairwise(home)):
+        if abs(pair[0] - pair[1]) == 1:
+            behind[min(pair), boundary] = 1.0
+    return behind
+
+
 class Program:
     """The program in HiGHS: columns, then ω and θ."""
 
@@ -726,14 +799,7 @@ class Program:
         self._step_s = step_s
         self._transfer_s = np.full(layout.stages - 1, transfer_s)
         self._hops = bool(placed.hop_s.any())
-        home = rank_of_stage(
-            layout.schedule, stages=layout.stages, virtual_stages=layout.virtual_stages
-        )
-        self._behind = np.zeros((layout.pipeline, layout.stages - 1))
-        """[rank, boundary] True if it lies between the rank and the next."""
-        for boundary, pair in enumerate(itertools.pairwise(home)):
-            if abs(pair[0] - pair[1]) == 1:
-                self._behind[min(pair), boundary] = 1.0
+        self._behind = hops_behind(layout)
         self._paths: list[tuple[int, Path]] = []
         """Paths with their rows."""
         self._graph: Graph = graph_of(

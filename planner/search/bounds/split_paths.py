@@ -8,7 +8,6 @@ simulation.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,6 @@ from numpy.typing import NDArray
 
 from meshwright.planner.schedules.schedule import rank_of_stage
 from meshwright.planner.schedules.steady_state import KINDS, graph_of
-from meshwright.planner.search.bounds.simulated_step import hidden_s
 
 if TYPE_CHECKING:
     from meshwright.planner.costs.layout_costs import LayoutCosts
@@ -33,31 +31,30 @@ Floats = NDArray[np.float64]
 class SplitPaths:
     """Paths of a layout's step."""
 
-    def __init__(self, layout: Layout, costs: LayoutCosts) -> None:
-        """`costs` have the least seconds of a transfer, and of what a step takes once."""
-        self._layout, self._step_s = layout, costs.step_s
-        self._delays_s = [hidden_s(costs)] * (layout.stages - 1)
+    def __init__(
+        self, layout: Layout, costs: LayoutCosts, crossing_s: Sequence[Sequence[float]]
+    ) -> None:
+        """`costs` say what a step takes once; `crossing_s` [type][type] what a transfer takes."""
+        self._layout, self._step_s, self._waits = layout, costs.step_s, costs.waits
+        self._crossing_s = np.array(crossing_s)
         shape = {"stages": layout.stages, "virtual_stages": layout.virtual_stages}
-        home = rank_of_stage(layout.schedule, **shape)
-        self._sent_s = np.zeros((len(KINDS), layout.stages))
-        """[kind, stage] What senders wait for."""
-        for stage, (rank, following) in enumerate(itertools.pairwise(home)):
-            if rank != following:
-                self._sent_s[0, stage] = self._sent_s[1, stage + 1] = costs.waits * costs.transfer_s
-        self._visits = np.empty((0, self._sent_s.size))
-        self._waiting_s, self._ranks = np.empty(0), np.empty(0, dtype=np.intp)
+        self._home = np.array(rank_of_stage(layout.schedule, **shape))
+        self._visits = np.empty((0, len(KINDS) * layout.stages))
+        self._hops = np.empty((0, layout.stages - 1))
+        self._ranks = np.empty(0, dtype=np.intp)
 
-    def all_exceed(self, columns: Sequence[RankColumn], limit_s: float) -> bool:
-        """Return whether a split into one column a rank surely simulates at least `limit_s`."""
+    def exceeds(self, columns: Sequence[RankColumn], types: Sequence[int], limit_s: float) -> bool:
+        """Return whether a split into one column a rank surely simulates at least `limit_s`.
+
+        `types` [rank] are those of its devices.
+        """
         layout = self._layout
         if 2 * layout.micro_batches * layout.stages > MOST_ACTIONS:
             return False
-        seconds = self._sent_s + np.sum([column.seconds for column in columns], axis=0)
-        if layout.executed_schedule.splits_backward:
-            seconds[2] = seconds[1] - seconds[3]
+        seconds, delays_s = self._seconds(columns, types)
         once_s = np.array([column.sync_s for column in columns])
         each_s, left_s = seconds.ravel(), limit_s - self._step_s
-        if (self._visits @ each_s + self._waiting_s + once_s[self._ranks] >= left_s).any():
+        if (self._visits @ each_s + self._hops @ delays_s + once_s[self._ranks] >= left_s).any():
             return True
         graph = graph_of(
             layout.executed_schedule.name,
@@ -65,13 +62,28 @@ class SplitPaths:
             micro_batches=layout.micro_batches,
             virtual_stages=layout.virtual_stages,
         )
-        ends_s = graph.longest(each_s.tolist(), self._delays_s)
+        ends_s = graph.longest(each_s.tolist(), delays_s.tolist())
         last_s = once_s + [ends_s[end] for end in graph.ends]
         rank = int(np.argmax(last_s))
         if last_s[rank] < left_s:
             return False
-        path = graph.path(rank, ends_s, self._delays_s)
+        path = graph.path(rank, ends_s, delays_s.tolist())
         self._visits = np.vstack([self._visits, path.visits.ravel()])
-        self._waiting_s = np.append(self._waiting_s, path.hops @ np.array(self._delays_s))
+        self._hops = np.vstack([self._hops, path.hops])
         self._ranks = np.append(self._ranks, rank)
         return True
+
+    def _seconds(
+        self, columns: Sequence[RankColumn], types: Sequence[int]
+    ) -> tuple[Floats, Floats]:
+        """[kind, stage] Seconds with what senders wait for, and [boundary] what receivers do."""
+        seconds: Floats = np.sum([column.seconds for column in columns], axis=0)
+        of_stage = np.array(types)[self._home]
+        between = self._home[:-1] != self._home[1:]
+        there_s = self._crossing_s[of_stage[:-1], of_stage[1:]] * between
+        back_s = self._crossing_s[of_stage[1:], of_stage[:-1]] * between
+        seconds[0, :-1] += self._waits * there_s
+        seconds[1, 1:] += self._waits * back_s
+        if self._layout.executed_schedule.splits_backward:
+            seconds[2] = seconds[1] - seconds[3]
+        return seconds, (1 - self._waits) * np.minimum(there_s, back_s)

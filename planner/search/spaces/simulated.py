@@ -61,11 +61,18 @@ class BySimulation(SearchSpace):
     tried: Tried
 
     def may_refine(self, level: int) -> bool:
-        """Return whether an entry of a level may get another bound; `Effort.solved` are solved."""
+        """Return whether an entry of a level may get another bound; `Effort.solved` are solved.
+
+        Where no more are looked at within memory and the lowest bound stays, those of others do
+        not matter.
+        """
         settled = self.groups + len(self.bounds) - 1
         if level == settled - 1:
             return self.tried.has_left(SOLVED, self.tried.effort.solved)
-        return level < settled
+        stays = self.tried.goal.blocked
+        return level < settled and (
+            not stays or self.tried.has_left(BOUNDED, self.tried.effort.layouts)
+        )
 
 
 def bound_of(lost: Pruned) -> float | Pruned:

@@ -39,16 +39,18 @@ from meshwright.planner.search.bounds.simulated_optimum import (
     Columns,
     CutPoints,
     Links,
+    PathWeights,
     RankColumn,
     choices_of,
 )
 from meshwright.planner.search.bounds.simulated_step import SimulatedCandidates
 from meshwright.planner.search.bounds.split_paths import SplitPaths
-from meshwright.planner.search.goals import SplitSolution
+from meshwright.planner.search.goals import SplitSolution, timetable
 from meshwright.planner.search.partition.stage_size_rows import is_within
-from meshwright.planner.search.proof_account import BOUNDS, DOMINATED
+from meshwright.planner.search.proof_account import BOUNDS, CUTS, DOMINATED
 from meshwright.planner.search.proof_account import SOLVED as BY_OPTIMUM
 from meshwright.planner.search.queue import Bound, Pruned
+from meshwright.planner.search.space import kind, losses
 from meshwright.planner.search.spaces.group_stages import computing_problem
 from meshwright.planner.search.spaces.mixed import MixedSpace
 from meshwright.planner.search.spaces.simulated import (
@@ -93,13 +95,16 @@ class SimulatedMixed(BySimulation, MixedSpace):
         self._any_loss_s: dict[Layout, float] = {}
         """By a layout of those that differ in how they compute the loss alone, which have the same
         bounds within memory."""
+        self._means: dict[tuple[object, ...], list[PathWeights]] = {}
+        """Means of paths that bounded a layout of a timetable."""
         self.closed_form, self.tried, self._unpiped_s = space, tried, closed_form_s * (1 - ROUNDING)
 
     @property
     def bounds(self) -> Sequence[tuple[str, Bound]]:
         """Lower bounds on a layout's simulated step, and what falls to each."""
-        first, (name, _), memory = super().bounds
-        return [first, (name, self.bound_s), memory, (BOUNDS[BY_OPTIMUM], self.solved_s)]
+        first, (name, _), (_, cuts_s) = super().bounds
+        settled = (BOUNDS[BY_OPTIMUM], self.solved_s)
+        return [first, (name, self.bound_s), (BOUNDS[CUTS], cuts_s), settled]
 
     def bound_s(self, layout: Layout) -> float:
         """Least seconds of a step, splits within memory ignored.
@@ -128,9 +133,38 @@ class SimulatedMixed(BySimulation, MixedSpace):
             if not self.tried.try_one(BOUNDED, self.tried.effort.layouts):
                 return ordered_s
             self._bounded.add(layout, self.costs_of(layout))
-            least_s = max(map(self.split_bound_s, self._problems(layout, any_loss=True)))
-            self._any_loss_s[alike] = least_s + self.step_s(layout)
+            self._any_loss_s[alike] = self._any_cut_s(layout)
         return max(ordered_s, self._any_loss_s[alike])
+
+    def _any_cut_s(self, layout: Layout) -> float:
+        """Least seconds of all cuts of the layouts that differ in how they compute the loss alone.
+
+        Ranks have the least that options have: by paths that stay with a rank, then by mixtures.
+        Where ranks are not known by themselves the partition problem bounds the splits.
+        """
+        limit_s = self.tried.goal.limit_s
+        columns = self.columns(layout, limit_s, any_loss=True)
+        loose = None
+        if columns is not None:
+            loose = self.choices(layout, columns, limit_s, fastest_only=True)
+        if loose is None:
+            least_s = max(map(self.split_bound_s, self._problems(layout, any_loss=True)))
+            return least_s + self.step_s(layout)
+        if not loose.size:
+            return limit_s
+        low_s = loose.cut_s(limit_s)
+        if low_s >= limit_s:
+            return limit_s
+        effort = self.tried.effort
+        key = timetable(layout), layout.micro_batches, kind(layout)
+        mixed_s = loose.mixed_s(
+            limit_s,
+            self._means.setdefault(key, []),
+            actions=effort.actions,
+            most_columns=effort.columns,
+            iterations=effort.iterations,
+        )
+        return max(low_s, min(mixed_s, limit_s))
 
     def _ordered_s(self, layout: Layout) -> float:
         """Least seconds of a step with whole layers in the best order of groups that differ."""
@@ -211,6 +245,11 @@ class SimulatedMixed(BySimulation, MixedSpace):
     def solved_s(self, layout: Layout) -> float:
         """Return seconds that no split of a layout simulates below, or the limit."""
         self.tried.looked_at[SOLVED] += 1
+        alike = replace(layout, loss=None)
+        if alike not in self._any_loss_s:
+            self._any_loss_s[alike] = self._any_cut_s(layout)
+        if self.tried.goal.exceeds(self._any_loss_s[alike]):
+            return self._any_loss_s[alike]
         return _LayoutSearch(self, layout, self.tried.goal.step_s).bounded_s()
 
     def estimate_s(self, layout: Layout, limit_s: float) -> float:
@@ -240,12 +279,15 @@ class SimulatedMixed(BySimulation, MixedSpace):
     columns_of = Columns
     """Class of the columns, that is, of what ranks may hold on one group."""
 
-    def columns(self, layout: Layout, limit_s: float) -> list[Columns] | None:
+    def columns(
+        self, layout: Layout, limit_s: float, *, any_loss: bool = False
+    ) -> list[Columns] | None:
         """Return what finds columns on every group; None where ranks are not known by themselves.
 
-        They are for plans below a limit.
+        They are for plans below a limit.  With `any_loss` they are those of all layouts that differ
+        in how they compute the loss alone.
         """
-        chains, places = self._bare_chains(layout), self.places(layout)
+        chains, places = self._bare_chains(layout, any_loss=any_loss), self.places(layout)
         if (
             layout.pipeline == 1
             or places is None
@@ -256,9 +298,12 @@ class SimulatedMixed(BySimulation, MixedSpace):
         sent_s = min(float(link_s.min()) for row in self.links(layout) for link_s in row)
         limits = []
         rows = self.candidates.rows(layout) or ()
+        ways = losses(self.request, layout.schedule) if any_loss else (layout.loss,)
         for name, chain in chains.items():
             costs = replace(
-                self.costs.tables[name].costs_of(layout), transfer_s=sent_s, step_s=step_s
+                self.costs.tables[name].of_any_loss(layout, ways),
+                transfer_s=sent_s,
+                step_s=step_s,
             )
             prices = self.ordered, self.candidates.recompute, costs
             most = limit_s, self.tried.effort.ways
@@ -295,6 +340,9 @@ class SimulatedMixed(BySimulation, MixedSpace):
         numbers = list(self.costs.stages_of(layout).values())
         read = partial(self.read, layout)
         links = self.links(layout)
+        if fastest_only:  # whatever meets, over the fastest link: a place is one for all types
+            least_s = np.min([link_s for row in links for link_s in row], axis=0)
+            links = [[least_s] * len(links)] * len(links)
         return choices_of(layout, columns, numbers, links, limit_s, read, fastest_only=fastest_only)
 
     def read(
@@ -364,16 +412,12 @@ class _LayoutSearch:
         columns = space.columns(layout, self._limit_s)
         if columns is None:
             return self.near_s()
-        loose = space.choices(layout, columns, self._limit_s, fastest_only=True)
-        low_s = 0.0 if loose is None else loose.cut_s(self._limit_s)
-        if low_s >= self._limit_s:
-            return low_s
         choices = space.choices(layout, columns, self._limit_s, fastest_only=False)
         if choices is None:
-            low_s = max(low_s, self.near_s())
+            low_s = self.near_s()
             self.improve(columns, MOST_MOVES)
             return low_s
-        low_s = max(low_s, choices.cut_s(self._limit_s))
+        low_s = choices.cut_s(self._limit_s)
         if low_s >= self._limit_s:
             return low_s
         low_s = max(low_s, self.near_s())
@@ -398,7 +442,9 @@ class _LayoutSearch:
 
         The orders of a graph's branches are left as they are, so there nothing moves.
         """
-        paths = SplitPaths(self._layout, columns[0].costs)
+        costs, names = self._space.costs, list(self._space.costs.tables)
+        crossing_s = [[costs.crossing_s(self._layout, a, b) for b in names] for a in names]
+        paths = SplitPaths(self._layout, columns[0].costs, crossing_s)
         while self._split is not None and columns[0].places.alike:
             split = self._split
             sizes = [b - a for a, b in itertools.pairwise(split.split.cuts)]
@@ -409,7 +455,7 @@ class _LayoutSearch:
                 if most <= 0:
                     return
                 most -= 1
-                if paths.all_exceed(moved, self._limit_s):
+                if paths.exceeds(moved, order, self._limit_s):
                     continue
                 options = [option for column in moved for option in column.options]
                 cuts = [0, *itertools.accumulate(numbers)]

@@ -85,7 +85,7 @@ class GraphColumns(Columns):
     def _new(
         self, rank: int, first: int, end: int, kinds: tuple[int, ...]
     ) -> list[RankColumn] | None:
-        fastest = self._fastest(kinds)
+        fastest = self._fastest(rank, kinds)
         if self._sure(kinds, fastest) and self._fits(rank, (first, end), fastest):
             return [self._column(rank, first, end, fastest)]
         if self._too_many(kinds):
@@ -96,7 +96,7 @@ class GraphColumns(Columns):
         self, rank: int, first: int, end: int, kinds: tuple[int, ...]
     ) -> list[RankColumn]:
         if self._too_many(kinds):
-            return [self._column(rank, first, end, self._fastest(kinds))]
+            return [self._column(rank, first, end, self._fastest(rank, kinds))]
         return super()._quickest(rank, first, end, kinds)
 
     def _sure(self, kinds: tuple[int, ...], options: tuple[int, ...]) -> bool:
@@ -231,7 +231,7 @@ def simulated_spaces(
         elif isinstance(space, ShareSpace):
             every.append(SimulatedShares(space, Tried(goal)))
         else:
-            every.append(SimulatedMixed(space, Tried(goal), closed_form_s))
+            every.append(SimulatedMixed(space, Tried(goal, further=True), closed_form_s))
     return every
 
 

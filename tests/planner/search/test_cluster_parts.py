@@ -23,7 +23,8 @@ from meshwright.planner.frameworks.executable import rules_of
 from meshwright.planner.report.text import proof_facts
 from meshwright.planner.requests.pins import Pins
 from meshwright.planner.requests.request import Request
-from meshwright.planner.search import cluster_parts
+from meshwright.planner.search import cluster_parts, space
+from meshwright.planner.search.bounds import device_counts
 from meshwright.planner.search.bounds.degree_bounds import DegreeBounds
 from meshwright.planner.search.bounds.device_counts import LeastSteps
 from meshwright.planner.search.cluster_parts import PartAnswer, search_parts
@@ -110,6 +111,24 @@ def test_the_fastest_part_may_be_the_last_one() -> None:
 @pytest.mark.parametrize("seed", range(300))
 def test_no_answer_is_slower_than_that_of_a_part_of_many_clusters(seed: int) -> None:
     check(*drawn(seed), USUAL)
+
+
+@pytest.mark.matrix
+def test_a_whole_that_bounds_leave_open_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """8 of 10 devices are likely to be the fastest, and bounds do not exclude that 10 are.
+
+    That is so where chunks of the loss are short.  All plans that are compared are the simplest
+    within 1.5 % of the fastest of their devices.
+    """
+    for module in (space, device_counts):
+        monkeypatch.setattr(module, "chunk_rows", lambda *_: 1024)
+    request, prefer = drawn(5011)
+    whole = with_preference(request, search(request), prefer)
+
+    answer = search_parts(request, prefer).answer
+
+    assert answer.prediction.step_time_s <= whole.prediction.step_time_s * (1 + 1e-9)
+    assert answer.certificate.gap < 0.01
 
 
 def degrees_of(layout: Layout) -> Degrees:

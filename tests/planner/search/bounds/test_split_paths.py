@@ -27,12 +27,14 @@ def test_what_a_path_excludes_simulates_no_faster(
     monkeypatch: pytest.MonkeyPatch, cluster: str, ranks: int
 ) -> None:
     """Every split that would be excluded is simulated."""
-    exceed, simulate = SplitPaths.all_exceed, _LayoutSearch._try
+    exceed, simulate = SplitPaths.exceeds, _LayoutSearch._try
     limits: list[float] = []
     excluded = 0
 
-    def asked(self: SplitPaths, columns: Sequence[Any], limit_s: float) -> bool:
-        if exceed(self, columns, limit_s):
+    def asked(
+        self: SplitPaths, columns: Sequence[Any], types: Sequence[int], limit_s: float
+    ) -> bool:
+        if exceed(self, columns, types, limit_s):
             limits.append(limit_s)
         return False
 
@@ -44,7 +46,7 @@ def test_what_a_path_excludes_simulates_no_faster(
             excluded += 1
         return step_s
 
-    monkeypatch.setattr(SplitPaths, "all_exceed", asked)
+    monkeypatch.setattr(SplitPaths, "exceeds", asked)
     monkeypatch.setattr(_LayoutSearch, "_try", simulated)
     request = Request.create(
         resolve_model("gpt2"),
