@@ -127,7 +127,7 @@ class Rendezvous:
     def _print_absent(self, meet_s: float) -> None:
         """Print which nodes have not come yet, and how long this one waits for them."""
         rank = self.node_rank
-        others = _named([node for node in range(1, rank.nodes) if node not in self._others])
+        others = _node_names([node for node in range(1, rank.nodes) if node not in self._others])
         if rank.node:
             others = f"node 0 at {place_text(rank.host, rank.port)}"
         text = (
@@ -444,7 +444,7 @@ class _Reception:
         missing = [node for node in range(1, nodes) if node not in self._others]
         places = [server.getsockname() for server in servers]
         at = " and ".join(place_text(place[0], place[1]) for place in places)
-        text = f"nodes: {_named(missing)} of {nodes} did not come to {at}"
+        text = f"nodes: {_node_names(missing)} of {nodes} did not come to {at}"
         text += "; start the same command there"
         if all(map(is_local, servers)):
             text += f". Only this machine reaches {at}; {REACHABLE}"
@@ -457,7 +457,7 @@ class _Reception:
         return text
 
 
-def _named(nodes: Sequence[int]) -> str:
+def _node_names(nodes: Sequence[int]) -> str:
     """Return the names of nodes, of which the first are enough."""
     more = f" and {len(nodes) - MAX_NAMED} more" if len(nodes) > MAX_NAMED else ""
     return ", ".join(f"node {node}" for node in nodes[:MAX_NAMED]) + more
