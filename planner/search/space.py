@@ -615,8 +615,8 @@ def losses(request: Request, schedule: str) -> tuple[ChunkedLoss | None, ...]:
     if schedule_of(schedule).stale:
         return (None,)
     least_bytes = min(group.accelerator.memory_bytes for group in request.cluster.groups)
-    _, *ways = chunked_losses(chunk_rows(model, least_bytes))
-    return (None, ways[-1]) if request.job.lora else (None, *ways)
+    ways = chunked_losses(chunk_rows(model, least_bytes))
+    return (None, ways[-1]) if request.job.lora else ways
 
 
 @cache
