@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -541,19 +542,34 @@ def _surroundings(source: str, values: Sequence[str]) -> ScriptEnvironment:
         name, sign, value = item.rpartition("=") if item.startswith("[") else item.partition("=")
         if not sign or not name:
             raise DocumentError("set", f"'{item:.60}': write NAME=VALUE")
-        settled[name] = value
+        if name == "@":
+            settled |= {str(at): word for at, word in enumerate(_shell_words(value), start=1)}
+        else:
+            settled[name] = value
     folder = Path(source).resolve().parent
 
     def text_of(name: str) -> str | None:
-        """Return the text of a file beside the script, or in a folder beside it."""
+        """Return the text of a file beside the script, in a folder beside it, or in a repository.
+
+        A name that begins at a repository's root is looked for from each folder above the script.
+        """
         plain = Path(name)
         places = [folder / plain.name]
         if not plain.is_absolute() and ".." not in plain.parts:
-            places.insert(0, folder / plain)
+            above = folder.parents if len(plain.parts) > 1 else ()
+            places = [folder / plain, *(parent / plain for parent in above), *places]
         file = next((place for place in places if place.is_file()), None)
         return None if file is None else document.read_text(str(file))
 
     return ScriptEnvironment(values=settled, files=text_of)
+
+
+def _shell_words(text: str) -> list[str]:
+    """Return the words of a command line; DocumentError where a quote is open."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise DocumentError("set", f"@={text:.60}: {error}; close the quote") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -209,7 +209,8 @@ def import_(
         list[str] | None,
         typer.Option(
             "--set",
-            help="Value of a script's variable, NAME=VALUE, or of its first argument, 1=VALUE",
+            help="Value of a script's variable, NAME=VALUE, of its first argument, 1=VALUE, or of "
+            "all, @='FIRST SECOND'",
         ),
     ] = None,
     output: Output = None,

@@ -52,7 +52,13 @@ from meshwright.planner.documents.document import (
     read_text,
     unreadable,
 )
-from meshwright.planner.documents.model import ModelGraph, is_factory, is_recorded, is_script
+from meshwright.planner.documents.model import (
+    FIGURES,
+    ModelGraph,
+    is_factory,
+    is_recorded,
+    is_script,
+)
 from meshwright.planner.documents.units import MOST_DEVICES, name_of
 from meshwright.planner.errors import DocumentError
 
@@ -95,6 +101,10 @@ def resolve_model(text: str) -> ModelGraph:
     if is_script(text):
         raise DocumentError(
             "", f"'{text}' is a function of a script; give the plan that the script made"
+        )
+    if text.startswith(FIGURES):
+        raise DocumentError(
+            "", f"'{text}' is of another framework's configuration; give the plan of its import"
         )
     if _is_path(text):
         return _model_at(_path(text), text)

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 RECORDED = ":recorded"
 """Suffix of a configuration's path whose model is recorded."""
+FIGURES = "figures:"
+"""Prefix of a model that only the figures of another framework's configuration describe."""
 MOST_LAYERS = 100_000
 """Largest number of layers; a larger one is a typing error, and layers are listed one by one."""
 MOST_SETTINGS = 100
@@ -67,8 +69,11 @@ def trains_as_module(text: str) -> bool:
 
 
 def is_own(text: str) -> bool:
-    """Return True if documents carry the figures of MODEL, since computing them runs code."""
-    return is_factory(text) or trains_as_module(text)
+    """Return True if documents carry the figures of MODEL.
+
+    Computing them runs code, or they are those of another framework's configuration.
+    """
+    return is_factory(text) or trains_as_module(text) or text.startswith(FIGURES)
 
 
 class BatchLeaf(Part):

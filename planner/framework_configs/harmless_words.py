@@ -104,7 +104,9 @@ _LLAMA_FACTORY = """
     print_param_status data_shared_file_system create_new_adapter adapter_name_or_path
     adapter_folder image_max_pixels image_min_pixels video_.* double_quantization
     early_stopping_steps ignore_pad_token_for_loss compute_accuracy export_.* infer_.*
-    rope_scaling image_resolution pref_beta
+    rope_scaling image_resolution pref_beta use_fast_tokenizer model_class train_dataset eval_dataset
+    sample_backend max_new_tokens num_train_epochs batching_workers dist_timeout full_determinism
+    dist_config\\.dcp_path save_ckpt_as_hf extra_config
 """
 _AXOLOTL = """
     datasets test_datasets val_set_size dataset_prepared_path dataset_processes
@@ -123,7 +125,8 @@ _MS_SWIFT = """
     model_name model_type loss_scale add_version check_model use_hf create_checkpoint_symlink
     custom_.* interleave_prob data_seed strict val_dataset_shuffle lazy_tokenize agent_template
     save_only_model swanlab_.* truncation_strategy external_plugins
-    cached_dataset hub_token norm_bbox response_prefix task_type
+    cached_dataset hub_token norm_bbox response_prefix task_type merge_lora no_save_.* finetune
+    moe_aux_loss_coeff
     beta center_rewards_coefficient reward_funcs reward_weights num_generations temperature
     top_p top_k
 """

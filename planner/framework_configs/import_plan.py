@@ -9,6 +9,7 @@ A batch script: whose command it runs, on how many ranks.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,13 +19,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from meshwright.planner.catalog import models
+from meshwright.planner.architectures.parameters import graph_of
+from meshwright.planner.catalog import hub, models
 from meshwright.planner.catalog.expressions import resolve_model
 from meshwright.planner.documents import document
 from meshwright.planner.documents.axes import AXIS_NAMES
 from meshwright.planner.documents.cluster import ClusterSpec
 from meshwright.planner.documents.document import first_error, nearest
-from meshwright.planner.documents.model import Architecture, ModelGraph
+from meshwright.planner.documents.model import FIGURES, Architecture, ModelGraph
 from meshwright.planner.documents.plan import (
     MOST_WORDS,
     Mesh,
@@ -53,6 +55,7 @@ from meshwright.planner.framework_configs.readers import (
     verl,
 )
 from meshwright.planner.framework_configs.readers import input_limits as limits
+from meshwright.planner.framework_configs.readers.megatron_model import FAMILY
 from meshwright.planner.framework_configs.readers.parsed_config import ParsedConfig, named_file
 from meshwright.planner.framework_configs.torchtitan import REGISTERED
 from meshwright.planner.frameworks.stage_rules import by_products, ends_of
@@ -78,7 +81,7 @@ def _of_words(words: list[str], text: str, surroundings: ScriptEnvironment | Non
     flags = shell.flags(words)
     launch = [name for name in flags if name in _OF_LAUNCH]
     arguments = {name: value for name, value in flags.items() if name not in launch}
-    tuner = next((word for word in map(_program, words) if word in _TUNERS), None)
+    tuner = next((name for word in words for name in _names_of(word) if name in _TUNERS), None)
     if words[:1] == ["megatron"]:  # of ms-swift
         tuner = "swift"
     if tuner is not None:
@@ -137,6 +140,17 @@ def _started_by_accelerate(
 def _is_started(word: str) -> bool:
     """Tell whether what accelerate starts begins here: a script, a program, or `-m MODULE`."""
     return word.endswith(".py") or word in ("-m", "--module") or _program(word) in _TUNERS
+
+
+def _names_of(word: str) -> tuple[str, str]:
+    """Return the name of a program, and that of the package whose command a script is.
+
+    >>> _names_of("/src/swift/cli/sft.py"), _names_of("/bin/swift")
+    (('sft', 'swift'), ('swift', ''))
+    """
+    parts = PurePosixPath(word).parts
+    is_command = word.endswith(".py") and len(parts) > 2 and parts[-2] == "cli"
+    return _program(word), parts[-3] if is_command else ""
 
 
 def _program(word: str) -> str:
@@ -228,9 +242,7 @@ def _of_swift(
     """Return the settings in ms-swift's arguments, of its own trainer or of Megatron's."""
     data = {key.replace("-", "_"): value for key, value in arguments.items()}
     if "megatron" in map(_program, words):
-        lengths = {"max-length": "seq-length"}
-        given = {lengths.get(key, key): value for key, value in arguments.items()}
-        return megatron.of_flags({"expert-tensor-parallel-size": "1"} | given, text)
+        return finetuning.of_ms_swift_megatron(arguments, text)
     if not data:
         return _of_file(finetuning.of_ms_swift, "swift")(words, arguments, text, surroundings)
     return finetuning.of_ms_swift(data, surroundings)
@@ -336,6 +348,8 @@ _LOOK_AROUND = (
     *("llama-factory", "axolotl", "ms-swift", "slurm", "nemo", "verl", "megatron-bridge"),
 )
 """Readers that follow variables and other files."""
+_OF_DOCUMENTS = READERS.keys() - {"megatron", "slurm"}
+"""Readers of settings; a script that starts their framework is read by its command."""
 _FRAMEWORKS = {"megatron-bridge": "megatron"}
 
 
@@ -375,7 +389,11 @@ def import_plan(
     """
     if of not in READERS:
         raise DocumentError("from", f"is '{of:.40}'; {nearest(of, list(READERS))}")
-    config = READERS[of](text, surroundings) if of in _LOOK_AROUND else READERS[of](text)
+    is_script = of in _OF_DOCUMENTS and shell.is_script(text)
+    reader = "slurm" if is_script else of
+    config = (
+        READERS[reader](text, surroundings) if reader in _LOOK_AROUND else READERS[reader](text)
+    )
     if not config.understood:
         unread = ", ".join(config.unknown[:3])
         also = f" (it has {unread})" if unread else ""
@@ -383,6 +401,8 @@ def import_plan(
             of, f"no setting was understood{also}; give the file that the framework reads"
         )
     assumed = list(config.assumed)
+    if is_script:
+        assumed.append("a script: the command that it starts is read (--from slurm)")
     graph = model if model is not None else _model(config, assumed)
     names = str(config.model.get("registered", ""))
     if model is not None and names and _catalogue_name(names) != graph.name:
@@ -458,8 +478,8 @@ def import_plan(
             **config.axes,
             training=training,
             stages=stages,
-            read_from=of,
-            not_understood=tuple(word[:200] for word in not_understood(unknown, of))[:MOST_WORDS],
+            read_from=reader,
+            not_understood=tuple(word[:200] for word in not_understood(unknown, reader))[:MOST_WORDS],
         )
     except ValidationError as error:
         raise first_error(error) from error
@@ -478,6 +498,9 @@ def _model(config: ParsedConfig, assumed: list[str]) -> ModelGraph:
     wanted = _catalogue_name(name)
     if wanted is not None:
         return resolve_model(wanted)
+    if hub.is_hub_name(name):
+        with contextlib.suppress(DocumentError):
+            return resolve_model(name)
     figures = {key: config.model[key] for key in _FIGURES if key in config.model}
     if {"layers", "hidden_size"} <= set(figures):
         alike = [
@@ -490,12 +513,27 @@ def _model(config: ParsedConfig, assumed: list[str]) -> ModelGraph:
             also = f"; so have {others}" if others else ""
             assumed.append(f"the model is {alike[0].name}, which has its figures{also} (--model)")
             return alike[0]
+    if "architecture" in config.model:
+        return _own_model(config.model["architecture"], assumed)
     stated = ", ".join(f"{key} {value}" for key, value in figures.items())
+    lacks = config.model.get("lacks")
+    also = f", or add {lacks} to its arguments" if lacks else ""
     raise DocumentError(
         "model",
         f"is not known from the configuration ({name or stated or 'it names none'}); name it with "
-        "--model",
+        f"--model{also}",
     )
+
+
+def _own_model(architecture: Architecture, assumed: list[str]) -> ModelGraph:
+    """Return a decoder of a configuration's own figures, which the plan carries."""
+    name = f"{FAMILY}-{architecture.layers}x{architecture.hidden_size}"
+    graph = graph_of(architecture, name=name, source=f"{FIGURES}{name}")
+    assumed.append(
+        f"the model is a decoder of {graph.parameters / 1e9:.3g} billion parameters, by the "
+        f"figures of this file ({architecture.vocab_size:,} tokens; --model names another)"
+    )
+    return graph
 
 
 def _catalogue_name(name: str) -> str | None:

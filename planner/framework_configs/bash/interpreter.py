@@ -155,8 +155,7 @@ def ways(
             raise DocumentError(
                 of,
                 f"has more than {MOST_WAYS} ways through it; give the variables that decide: "
-                f"{names:.200} "
-                "(--set NAME=VALUE)",
+                f"{names:.200} (--set NAME=VALUE; all arguments: --set '@=FIRST SECOND')",
             )
         planned = waiting.pop()
         run = _Run(surroundings, budget, planned, of)
@@ -1713,6 +1712,14 @@ def _printf_value_text(match: re.Match[str], value: str | None) -> str | None:
     return value.ljust(width) if match[1] == "-" else value.rjust(width)
 
 
+def _expr(run: _Run, words: list[str], _: Simple | None) -> bool | None:
+    """Follow arithmetic of whole numbers; what else `expr` can do is unknown."""
+    plain = all(re.fullmatch(r"-?(0|[1-9]\d{0,17})|[-+*/%()]", word) for word in words[1:])
+    value = run._number(" ".join(words[1:])) if plain and len(words) > 1 else None
+    run._prints(None if value is None else f"{value}\n")
+    return None if value is None else value != 0
+
+
 def _cat(run: _Run, words: list[str], command: Simple | None) -> bool | None:
     if len(words) == 1 and command is not None and command.stdin:
         run._prints(_join_pieces(run._pieces(command.stdin[-1])))
@@ -1853,6 +1860,7 @@ def _getopts(run: _Run, words: list[str], _: Simple | None) -> bool:
 _BUILTINS: dict[str, _Builtin] = {
     "echo": _echo,
     "printf": _printf,
+    "expr": _expr,
     "cat": _cat,
     "eval": _eval,
     "source": _source,

@@ -14,8 +14,13 @@ from meshwright.planner.documents.profile import ChunkedLoss
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.framework_configs.bash.interpreter import ScriptEnvironment
 from meshwright.planner.framework_configs.readers import input_limits as limits
-from meshwright.planner.framework_configs.readers import transformers
-from meshwright.planner.framework_configs.readers.parsed_config import ParsedConfig, Settings
+from meshwright.planner.framework_configs.readers import deepspeed, megatron, transformers
+from meshwright.planner.framework_configs.readers.adapter_targets import is_pattern, modules_of
+from meshwright.planner.framework_configs.readers.parsed_config import (
+    ParsedConfig,
+    Settings,
+    named_file,
+)
 
 Data = Mapping[str, Any]
 
@@ -37,6 +42,10 @@ def read_ms_swift(text: str, surroundings: ScriptEnvironment | None = None) -> P
 
 def of_llama_factory(data: Data, surroundings: ScriptEnvironment | None = None) -> ParsedConfig:
     """Return the parsed settings of LLaMA-Factory."""
+    if _PARALLEL & set(data):
+        return _of_llama_factory_megatron(data)
+    if {"dist_config", "peft_config"} & set(data) or "train_dataset" in data:
+        return _of_llama_factory_v1(data, surroundings)
     settings = Settings({key: value for key, value in data.items() if key in _OF_LLAMA_FACTORY})
     rest = {key: value for key, value in data.items() if key not in _OF_LLAMA_FACTORY}
     # Its own switch is on by default, whatever the trainer's is.
@@ -78,6 +87,122 @@ def of_llama_factory(data: Data, surroundings: ScriptEnvironment | None = None) 
         if not settings.flag("pure_bf16") and config.framework != "deepspeed":
             config.options.append("wide-states")
     return _in_own_words(config, settings, data)
+
+
+_PARALLEL = {
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+}
+"""Settings with which LLaMA-Factory trains on Megatron, by mcore_adapter or Megatron-Bridge."""
+
+
+def _of_llama_factory_megatron(data: Data) -> ParsedConfig:
+    """Return the settings of a run on Megatron; defaults are those of mcore_adapter."""
+    settings = Settings({key: value for key, value in data.items() if key in _BESIDE_MEGATRON})
+    flags: dict[str, Any] = {
+        _NAMES_BESIDE_MEGATRON.get(key, key.replace("_", "-")): value
+        for key, value in data.items()
+        if key not in _BESIDE_MEGATRON and value is not None
+    }
+    inserted = {"micro-batch-size": 8, "seq-length": 2048, "weight-decay": 0.0}
+    inserted = {key: value for key, value in inserted.items() if key not in flags}
+    config = megatron.of_flags(inserted | flags)
+    config.micro_batches = settings.count("gradient_accumulation_steps") or 1
+    config.model["registered"] = settings.word("model_name_or_path") or ""
+    stages = {"sft": "sft", "pt": "sft", "dpo": "dpo"}
+    transformers.learns(config, settings.choice("stage", stages, "sft"))
+    if settings.choice("finetuning_type", {"lora": "lora", "full": "full"}, "lora") == "lora":
+        rank = settings.count("lora_rank") or 8
+        alpha = settings.amount("lora_alpha") or 2.0 * rank
+        targets = [word.strip() for word in settings.words("lora_target")]
+        transformers.adapters(config, rank=rank, alpha=alpha, targets=targets, weights="full")
+        transformers.read_dropout(settings, config)
+    else:
+        settings.idle("lora_rank", "lora_alpha", "lora_target", "lora_dropout")
+    settings.expect("lr_scheduler_type", "constant", "cosine", "linear", "constant_with_warmup")
+    names = {flag: key for key, flag in _NAMES_BESIDE_MEGATRON.items()}
+    for words in (config.unknown, config.without_effect):
+        for at, word in enumerate(words):
+            key, sign, value = word.removeprefix("--").partition("=")
+            words[at] = names.get(key, key.replace("-", "_")) + sign + value
+    config.understood += settings.understood - len(inserted)
+    config.gather(settings)
+    return config
+
+
+_NAMES_BESIDE_MEGATRON = {
+    "per_device_train_batch_size": "micro-batch-size",
+    "cutoff_len": "seq-length",
+    "learning_rate": "lr",
+    "max_grad_norm": "clip-grad",
+    "adam_epsilon": "adam-eps",
+    "max_steps": "train-iters",
+    "warmup_steps": "lr-warmup-iters",
+}
+_BESIDE_MEGATRON = frozenset(
+    [
+        "gradient_accumulation_steps",
+        "model_name_or_path",
+        "stage",
+        "finetuning_type",
+        "lora_rank",
+        "lora_alpha",
+        "lora_target",
+        "lora_dropout",
+        "lr_scheduler_type",
+    ]
+)
+
+
+def _of_llama_factory_v1(data: Data, surroundings: ScriptEnvironment | None) -> ParsedConfig:
+    """Return the settings of the trainer of LLaMA-Factory's `v1`, which is not Hugging Face's."""
+    settings = Settings({key: value for key, value in data.items() if value is not None})
+    config = ParsedConfig(framework="transformers")
+    how = settings.part("dist_config")
+    kind = how.choice("name", {"fsdp2": "fsdp2", "deepspeed": "deepspeed"}, "")
+    if kind == "deepspeed":
+        name, text = named_file("config_file", how.pop("config_file"), surroundings)
+        config = deepspeed.of_settings(limits.json_settings(text, name))
+    elif kind == "fsdp2":
+        config.zero = 3
+        replicate = settings.count("mp_replicate_size")
+        config.data_replicate, config.data_shard = replicate or 1, settings.count("mp_shard_size")
+        if how.flag("offload_params"):
+            config.offload = "parameters"
+        if how.flag("reshard_after_forward") is False:
+            config.zero = 2
+    config.precision = "fp32" if settings.flag("bf16") is False else "bf16"
+    config.micro_batch = settings.count("micro_batch_size") or 1
+    config.global_batch = settings.count("global_batch_size")
+    config.micro_batches = None if config.global_batch else 1
+    config.seq_len = settings.count("cutoff_len") or 2048
+    config.context = settings.degree("cp_size")
+    if config.context > 1:
+        config.options += ["ulysses"] * (settings.choice("cp_mode", {"ulysses": "u"}, "u") == "u")
+    else:
+        settings.idle("cp_mode")
+    if settings.flag("enable_activation_checkpointing") is not False:
+        config.recompute = "full"
+    attention = {"sdpa": "", "flash_attention_2": "fa2", "eager": "eager-attention"}
+    config.options += [settings.choice("flash_attn", attention, "")]
+    config.options = [option for option in config.options if option]
+    config.model["registered"] = settings.word("model") or ""
+    adapters = settings.part("peft_config")
+    if adapters.choice("name", {"lora": "lora"}, "") == "lora":
+        rank, alpha = adapters.count("r") or 8, adapters.amount("lora_alpha") or 16.0
+        targets = [word.strip() for word in adapters.words("target_modules")]
+        transformers.adapters(config, rank=rank, alpha=alpha, targets=targets, weights="full")
+        transformers.read_dropout(adapters, config, usual=0.05)
+    config.trains(
+        learning_rate=settings.amount("learning_rate"), clip_norm=settings.amount("max_grad_norm")
+    )
+    config.assumed.append("samples have all their tokens: without packing they are shorter")
+    config.understood += settings.understood
+    for section, part in (("", settings), ("dist_config", how), ("peft_config", adapters)):
+        config.gather(part, section)
+    return config
 
 
 _OF_LLAMA_FACTORY = frozenset(
@@ -155,6 +280,12 @@ def of_axolotl(data: Data, surroundings: ScriptEnvironment | None = None) -> Par
 
 def _targets_of_axolotl(settings: Settings) -> list[str]:
     """Return the modules that get an adapter."""
+    pattern = settings.pop("lora_target_modules")
+    if isinstance(pattern, str) and is_pattern(pattern):
+        modules = modules_of(pattern)
+        if modules is None:
+            settings.name("lora_target_modules")
+        return modules or ["all-linear"]
     targets = settings.words("lora_target_modules")
     if settings.flag("lora_target_linear"):
         return ["all-linear", *targets]
@@ -240,8 +371,7 @@ def of_ms_swift(data: Data, surroundings: ScriptEnvironment | None = None) -> Pa
     """Return the parsed arguments of ms-swift."""
     settings = Settings({key: value for key, value in data.items() if key in _OF_MS_SWIFT})
     rest = {key: value for key, value in data.items() if key not in _OF_MS_SWIFT}
-    rest.setdefault("gradient_checkpointing", True)
-    rest.setdefault("per_device_train_batch_size", 1)
+    rest = _DEFAULTS_OF_SWIFT | rest
     stage = settings.word("deepspeed")
     if stage in _STAGES:
         zero: dict[str, Any] = {"stage": int(stage[4])}
@@ -251,6 +381,7 @@ def of_ms_swift(data: Data, surroundings: ScriptEnvironment | None = None) -> Pa
         rest["deepspeed"] = {"zero_optimization": zero}
     elif stage is not None:
         rest["deepspeed"] = stage
+    rest |= _fsdp_of_swift(rest, surroundings)
     attention = {
         "sdpa": "sdpa",
         "flash_attn": "flash_attention_2",
@@ -260,9 +391,7 @@ def of_ms_swift(data: Data, surroundings: ScriptEnvironment | None = None) -> Pa
     }
     rest["attn_implementation"] = settings.choice("attn_impl", attention, "sdpa")
     if not {"bf16", "fp16"} & set(data):
-        kind = settings.choice(
-            "torch_dtype", {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}, "bf16"
-        )
+        kind = settings.choice("torch_dtype", _TYPES, "bf16")
         rest[kind] = True
         if kind == "fp32":
             rest.pop(kind)
@@ -286,15 +415,128 @@ def of_ms_swift(data: Data, surroundings: ScriptEnvironment | None = None) -> Pa
         targets = [word for text in settings.words("target_modules") for word in text.split()]
         if "target_modules" in settings and not targets:
             settings.name("target_modules")
+        pattern = settings.word("target_regex")
+        if pattern is not None:
+            targets = modules_of(pattern) or []
+            if not targets:
+                settings.name("target_regex")
         transformers.adapters(config, rank=rank, alpha=alpha, targets=targets, weights=weights)
-        transformers.read_dropout(settings, config)
+        transformers.read_dropout(settings, config, usual=_DROPOUT_OF_SWIFT)
     else:
-        settings.idle("lora_rank", "lora_alpha", "target_modules", "lora_dropout")
+        settings.idle("lora_rank", "lora_alpha", "target_modules", "lora_dropout", "target_regex")
         if weights != "full":
             settings.name("quant_bits")
     return _in_own_words(config, settings, data)
 
 
+def _fsdp_of_swift(
+    rest: dict[str, Any], surroundings: ScriptEnvironment | None
+) -> dict[str, Any]:
+    """Return the trainer's settings for `fsdp`: a set of ms-swift by its name, or a file."""
+    name = rest.get("fsdp")
+    if not isinstance(name, str) or name == "fsdp2":
+        return {"fsdp": "full_shard auto_wrap", "fsdp_config": _FSDP2} if name else {}
+    if name.startswith("{"):
+        inside = limits.json_settings(name, "fsdp")
+    elif name.endswith(".json"):
+        inside = limits.json_settings(named_file("fsdp", name, surroundings)[1], name)
+    else:
+        return {}
+    return {
+        "fsdp": inside.get("fsdp", "full_shard auto_wrap"),
+        "fsdp_config": {
+            key: value for key, value in inside.get("fsdp_config", {}).items() if key[:1] != "_"
+        },
+    }
+
+
+_FSDP2 = {"fsdp_version": 2, "reshard_after_forward": True, "activation_checkpointing": True}
+"""What ms-swift means by `--fsdp fsdp2` (swift/config/fsdp2.json)."""
+_DROPOUT_OF_SWIFT = 0.05
+
+
+def of_ms_swift_megatron(arguments: Data, text: str = "") -> ParsedConfig:
+    """Return the parsed arguments of ms-swift's trainer on Megatron (`megatron sft`)."""
+    flags = {_NAMES_OF_MEGATRON.get(key, key): value for key, value in arguments.items()}
+    settings = Settings({key: value for key, value in flags.items() if key in _OF_SWIFT_MEGATRON})
+    rest: dict[str, Any] = {
+        key: value for key, value in flags.items() if key not in _OF_SWIFT_MEGATRON
+    }
+    if not {"bf16", "fp16"} & set(rest):
+        kind = settings.choice("torch-dtype", _TYPES, "bf16")
+        rest |= {kind: True} if kind != "fp32" else {}
+    else:
+        settings.idle("torch-dtype")
+    if str(rest.get("recompute-granularity")) == "none":
+        del rest["recompute-granularity"]
+    elif "recompute-granularity" not in rest:
+        rest["recompute-granularity"] = "selective"
+    inserted = {key: value for key, value in _DEFAULTS_OF_MEGATRON.items() if key not in rest}
+    config = megatron.of_flags(inserted | rest, text)
+    config.without_effect = [
+        word for word in config.without_effect if word.removeprefix("--") in flags
+    ]
+    wanted = settings.word("model", "load", "mcore-model")
+    if wanted:
+        config.model["registered"] = wanted
+    types = {"dpo": "dpo", "rm": "reward", "grpo": "grpo"}
+    transformers.learns(config, settings.choice("rlhf-type", types, "sft"))
+    packed = "true" if str(settings.ignore("packing")).lower() == "true" else None
+    if packed or str(settings.ignore("padding-free")).lower() != "false":
+        config.assumed.append("attention is over whole samples, at most what packed ones take")
+    if settings.choice("tuner-type", _KINDS, "full") == "lora":
+        rank, alpha = settings.count("lora-rank") or 8, settings.amount("lora-alpha") or 32.0
+        targets = settings.pop("target-modules")
+        listed = targets if isinstance(targets, list) else str(targets or "").split()
+        transformers.adapters(config, rank=rank, alpha=alpha, targets=listed, weights="full")
+        transformers.read_dropout(settings, config, "lora-dropout", usual=_DROPOUT_OF_SWIFT)
+    else:
+        settings.idle("lora-rank", "lora-alpha", "target-modules", "lora-dropout")
+    config.unknown += [f"--{word}" for word in (*settings.unread, *settings.unusual)]
+    config.without_effect += [f"--{key}" for key in settings.without_effect]
+    config.understood += settings.understood - len(inserted)
+    return config
+
+
+_TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+_NAMES_OF_MEGATRON = {"max-length": "seq-length", "train-type": "tuner-type"}
+_OF_SWIFT_MEGATRON = frozenset(
+    [
+        "model",
+        "load",
+        "mcore-model",
+        "torch-dtype",
+        "rlhf-type",
+        "packing",
+        "padding-free",
+        "tuner-type",
+        "lora-rank",
+        "lora-alpha",
+        "lora-dropout",
+        "target-modules",
+    ]
+)
+_DEFAULTS_OF_MEGATRON: dict[str, Any] = {
+    "micro-batch-size": 1,
+    "global-batch-size": 16,
+    "expert-tensor-parallel-size": 1,
+    "attention-backend": "flash",
+    "use-distributed-optimizer": True,
+    "cross-entropy-loss-fusion": True,
+    "moe-token-dispatcher-type": "alltoall",
+    "moe-grouped-gemm": True,
+    "adam-beta2": 0.95,
+    "weight-decay": 0.1,
+}
+"""Defaults of ms-swift 4.6 that are not Megatron's (swift/megatron/arguments/megatron_args.py)."""
+_DEFAULTS_OF_SWIFT = {
+    "gradient_checkpointing": True,
+    "per_device_train_batch_size": 1,
+    "lr_scheduler_type": "cosine",
+    "weight_decay": 0.1,
+    "adam_beta2": 0.95,
+}
+"""Defaults of ms-swift 4.6 that are not the trainer's (swift/trainers/arguments.py)."""
 _STAGES = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 _TUNER = ("tuner_type", "train_type", "sft_type")
 """Names of one argument: since 4.0, before, and before 3.0."""
@@ -316,6 +558,7 @@ _OF_MS_SWIFT = frozenset(
         "lora_alpha",
         "lora_dropout",
         "target_modules",
+        "target_regex",
     ]
 )
 

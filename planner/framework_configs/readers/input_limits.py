@@ -95,6 +95,15 @@ def toml_or_module(text: str, of: str) -> dict[str, Any] | ast.Module:
     return _mapping(data, of)
 
 
+def is_toml_or_module(text: str) -> bool:
+    """Tell whether a text is a TOML document or a Python module, which is not run."""
+    try:
+        toml_or_module(text, "")
+    except DocumentError:
+        return False
+    return True
+
+
 def module(text: str, of: str) -> ast.Module:
     """Return the tree of a Python module, which is not run."""
     try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import PurePosixPath
 from typing import Any
 
 from meshwright.planner.errors import DocumentError
@@ -15,6 +16,10 @@ from meshwright.planner.framework_configs.megatron import RECIPES
 from meshwright.planner.framework_configs.readers import input_limits as limits
 from meshwright.planner.framework_configs.readers import megatron, shell
 from meshwright.planner.framework_configs.readers.interpolation import resolve
+from meshwright.planner.framework_configs.readers.megatron_model import (
+    OTHER_MODELS,
+    own_architecture,
+)
 from meshwright.planner.framework_configs.readers.parsed_config import (
     ParsedConfig,
     Settings,
@@ -81,11 +86,12 @@ def _of_words(words: list[str], text: str) -> ParsedConfig:
     for name, value in list(flags.items()):  # a script behind `torchrun --nproc_per_node 8 x.py`
         if isinstance(value, list) and any(word.endswith(".py") for word in value):
             flags[name] = value[0]
-    return of_flags(flags, text)
+    programs = [PurePosixPath(word).name for word in words if word.endswith(".py")]
+    return of_flags(flags, text, program=programs[-1] if programs else "")
 
 
-def of_flags(flags: Mapping[str, Any], text: str = "") -> ParsedConfig:
-    """Return the settings of flags."""
+def of_flags(flags: Mapping[str, Any], text: str = "", *, program: str = "") -> ParsedConfig:
+    """Return the settings of flags of a program that trains."""
     config = ParsedConfig(framework="megatron")
     left_out = [
         name for name, value in flags.items() if "$" in str(value) and name in _MAY_BE_UNKNOWN
@@ -98,6 +104,9 @@ def of_flags(flags: Mapping[str, Any], text: str = "") -> ParsedConfig:
     _kernels(settings, config)
     _optimizer(settings, config)
     _figures(settings, config)
+    other = [word for word in (program, *settings.unread) if OTHER_MODELS.search(word)]
+    if not other:
+        config.model |= own_architecture(settings, config.model)
     config.devices = _devices(settings, shell.directives(text))
     config.unknown = [f"--{word}" for word in (*settings.unread, *settings.unusual)]
     config.unknown += settings.loose

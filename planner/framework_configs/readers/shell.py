@@ -16,7 +16,7 @@ from meshwright.planner.framework_configs.bash.interpreter import (
     ScriptPath,
     ways,
 )
-from meshwright.planner.framework_configs.readers.input_limits import check_size
+from meshwright.planner.framework_configs.readers.input_limits import check_size, is_toml_or_module
 from meshwright.planner.framework_configs.readers.parsed_config import ParsedConfig
 
 _DIRECTIVE = re.compile(r"^#SBATCH\s+(--?[\w-]+)(?:[=\s]+(\S+))?", re.MULTILINE)
@@ -41,14 +41,20 @@ def parsed(
     arguments = _as_arguments(text)
     if arguments is not None:
         text = arguments
-    followed = [way for way in ways(text, surroundings, of) if _candidates(way)]
+    all_ways = ways(text, surroundings, of)
+    followed = [way for way in all_ways if _candidates(way)]
     if not followed:
-        unfollowed = ways(text, surroundings, of)[0].unfollowed
+        unfollowed = all_ways[0].unfollowed
+        others = [name for way in all_ways for name in map(_use_of_weights, way.commands) if name]
+        if others:
+            raise DocumentError(
+                of, f"runs '{others[0]}', which trains nothing; give the command that trains"
+            )
         also = f", and {unfollowed[0]:.60} is not there" if unfollowed else ""
         raise DocumentError(
             of,
             f"runs no command that is known to train{also}; give the script that starts it, or "
-            "set its arguments: --set 1=VALUE, --set NAME=VALUE",
+            "set its arguments: --set '@=FIRST SECOND', --set NAME=VALUE",
         )
     for word in (word for way in followed for command in way.commands for word in command):
         if re.fullmatch(r"--[A-Za-z][\w-]*(,|\])", word):
@@ -83,6 +89,26 @@ def is_yaml(text: str) -> bool:
     if text.startswith("#!"):
         return False
     return _YAML_KEY.match(first if first.strip() != "---" else next(lines, "")) is not None
+
+
+def is_script(text: str) -> bool:
+    """Tell whether a text is a shell script, and no document of settings.
+
+    >>> is_script("swift sft --model Qwen/Qwen3-8B"), is_script("stage: sft")
+    (True, False)
+    """
+    if _SHELL.match(text) or _DIRECTIVE.search(text):
+        return True
+    return not is_yaml(text) and _STARTS.search(text) is not None and not is_toml_or_module(text)
+
+
+_SHELL = re.compile(r"#!.*\b(ba|da|k|z)?sh\b")
+_STARTS = re.compile(
+    r"^[ \t]*(?!//|#)[\w$\"'./{}~-]+(=\S+)?([ \t]+[^\n#{[(]*)?[ \t](--[A-Za-z]|\\$)"
+    r"|^[ \t]*(swift|megatron|llamafactory-cli|axolotl|trl|litgpt|accelerate|torchrun|python3?)[ \t]",
+    re.MULTILINE,
+)
+"""A command with an option, or that goes on in the next line."""
 
 
 def _config_of(
@@ -172,10 +198,54 @@ def _candidates(way: ScriptPath) -> list[tuple[str, ...]]:
     return [
         command
         for command in way.commands
-        if any(re.match(r"--[A-Za-z]", word) for word in command)
+        if _use_of_weights(command) is None
+        and (any(re.match(r"--[A-Za-z]", word) for word in command)
         or any(word.endswith((".py", ".yaml", ".yml")) for word in command)
-        or any(word.startswith("verl.") for word in command)
+        or any(word.startswith("verl.") for word in command))
     ]
+
+
+_USES: dict[str, str] = {
+    "swift": "app deploy eval export infer merge-lora rollout sample web-ui webui",
+    "megatron": "export",
+    "llamafactory-cli": "api chat eval export webchat webui version env",
+    "lmf": "api chat eval export webchat webui version env",
+    "axolotl": "inference merge-lora merge-sharded-fsdp-weights preprocess evaluate quantize "
+    "vllm-serve fetch lm-eval delinearize-llama4",
+    "trl": "chat env vllm-serve",
+    "litgpt": "chat convert convert_from_litgpt convert_pretrained_checkpoint "
+    "convert_to_litgpt download evaluate generate merge_lora serve",
+    "vllm": "serve bench chat complete",
+}
+"""Commands of programs that use weights and train none."""
+_USING_MODULES = frozenset(
+    "axolotl.cli.inference axolotl.cli.preprocess axolotl.cli.merge_lora sglang.launch_server "
+    "vllm.entrypoints.openai.api_server verl.model_merger lm_eval".split()
+)
+
+
+def _use_of_weights(command: Sequence[str]) -> str | None:
+    """Return the words by which a command uses weights; None if it may train.
+
+    >>> _use_of_weights(("swift", "infer", "--model", "x")), _use_of_weights(("swift", "sft"))
+    ('swift infer', None)
+    """
+    for at, word in enumerate(command):
+        name = PurePosixPath(word).name
+        following = command[at + 1] if at + 1 < len(command) else ""
+        if following and following in _USES.get(name, "").split():
+            return f"{name} {following}"
+        if at and command[at - 1] in ("-m", "--module") and word in _USING_MODULES:
+            return word
+        if word.endswith(".py") and _USES_WEIGHTS.search(name) and not _TRAINS.search(name):
+            return name
+    return None
+
+
+_USES_WEIGHTS = re.compile(
+    r"(^|_)(infer|inference|generate|generation|export|convert|converter|eval|evaluate|deploy"
+    r"|serve|server|preprocess|tokenize)(_|\.)"
+)
 
 
 def _training_words(way: ScriptPath, of: str) -> list[str]:

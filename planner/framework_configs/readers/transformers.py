@@ -236,9 +236,12 @@ def packed_weights(settings: Settings) -> str:
     return "nf4" if four else "int8" if eight else "full"
 
 
-def read_dropout(settings: Settings, config: ParsedConfig) -> None:
+def read_dropout(
+    settings: Settings, config: ParsedConfig, key: str = "lora_dropout", *, usual: float = 0.0
+) -> None:
     """Read whether inputs of adapters have dropout, which makes a tensor of its own."""
-    if settings.share("lora_dropout"):
+    share = settings.share(key)
+    if usual if share is None else share:
         config.options.append("adapter-dropout")
 
 
