@@ -148,7 +148,15 @@ _VERL = """
     actor_rollout_ref\\.actor\\.(clip_.*|kl_loss_.*|use_kl_loss|entropy_coeff|ppo_epochs|shuffle)
     actor_rollout_ref\\.actor\\.(loss_agg_mode|checkpoint|policy_loss|data_loader_seed|loss_scale.*)
     actor_rollout_ref\\.actor\\.optim\\.(lr_.*|min_lr_ratio|warmup_style|total_training_steps|num_.*)
-    actor_rollout_ref\\.actor\\.fsdp_config\\.wrap_policy
+    actor_rollout_ref\\.actor\\.fsdp_config\\.wrap_policy .*\\._target_ .*\\.(betas|clip_grad|min_lr)
+    actor_rollout_ref\\.(ref|actor\\.profiler|actor\\.router_replay)(\\..*)? profiler.*
+    actor_rollout_ref\\.actor\\.(rollout_n|calculate_.*|tau_.*|grad_clip|freeze_vision_tower)
+    .*\\.(dist_checkpointing_.*|use_dist_checkpointing|full_determinism|forward_only)
+    actor_rollout_ref\\.actor\\.optim\\.(weight_decay_incr_style|use_checkpoint_opt.*|override_.*)
+    actor_rollout_ref\\.actor\\.optim\\.(zero_indexed_step|decay_.*|init_lr|end_.*|start_.*)
+    actor_rollout_ref\\.model\\.(lora_adapter_path|hf_config_path|tokenizer.*|_target_)
+    data\\.(tool_config_path|return_.*|filter_.*|video_key|audio_key|sampler|datagen|_target_)
+    reward_manager.* reward.* critic.*
 """
 _NEMO = """
     name restore_from_path exp_manager run hydra trainer\\.(logger|max_.*|log_every_n_steps)

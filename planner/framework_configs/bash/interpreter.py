@@ -189,6 +189,20 @@ def _by_name(name: str) -> str:
     return "${" + name + "}" if re.fullmatch(r"\w+(\[[^\]]*\])?", name) else name
 
 
+def _beside_script(name: str) -> str | None:
+    """Return a path from the folder of a script; None where an unknown part is not that folder."""
+    unknown = unknown_names(name)
+    if not unknown:
+        return name
+    path = name.rpartition(END)[2]
+    is_folder = all(_OWN_FOLDER.search(part) for part in unknown) and path.startswith("/")
+    return path.lstrip("/") if is_folder else None
+
+
+_OWN_FOLDER = re.compile(r"dirname|\bpwd\b|BASH_SOURCE|readlink|realpath")
+"""Parts of expressions by which a script finds its own folder."""
+
+
 def _unknown(name: str) -> str:
     return BEGIN + name[:60].replace(BEGIN, "").replace(END, "") + END
 
@@ -1274,7 +1288,8 @@ class _Run:
         if not words:
             return None
         name = words[0]
-        text = None if unknown_names(name) else self.around.text_of(name)
+        beside = _beside_script(name)
+        text = None if beside is None else self.around.text_of(beside)
         if text is None:
             self.unfollowed.append(_bash_text(name))
             if not sourced:

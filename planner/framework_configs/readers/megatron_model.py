@@ -98,6 +98,11 @@ def own_architecture(settings: Settings, figures: Mapping[str, Any]) -> dict[str
 def _vocabulary(settings: Settings) -> int | None:
     """Return the size of a tokenizer's vocabulary; None where it is not known."""
     kind, model = settings.ignore("tokenizer-type"), settings.ignore("tokenizer-model")
+    padded = settings.number("padded-vocab-size")
+    if padded:
+        return padded
+    if kind is None and settings.ignore("merge-file") is not None:  # GPT-2's pair of files
+        kind = "GPT2BPETokenizer"
     if kind in _VOCABULARIES:
         return _VOCABULARIES[kind]
     name = str(model or "").rpartition("/")[2].lower()

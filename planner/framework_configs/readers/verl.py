@@ -7,12 +7,14 @@ programs on the same devices, and are not counted.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from meshwright.planner.documents import document
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.framework_configs.bash.interpreter import ScriptEnvironment
 from meshwright.planner.framework_configs.readers import input_limits as limits
+from meshwright.planner.framework_configs.readers.hydra import compose
 from meshwright.planner.framework_configs.readers.interpolation import resolve
 from meshwright.planner.framework_configs.readers.megatron import schedule_with
 from meshwright.planner.framework_configs.readers.parsed_config import ParsedConfig, Settings
@@ -20,14 +22,19 @@ from meshwright.planner.framework_configs.readers.parsed_config import ParsedCon
 
 def read(text: str, surroundings: ScriptEnvironment | None = None) -> ParsedConfig:
     """Return the settings of the configuration."""
-    return of_settings(resolve(limits.settings(text, "verl"), surroundings))
+    data = compose(limits.settings(text, "verl"), surroundings, "verl")
+    return of_settings(resolve(data, surroundings))
 
 
 def of_words(words: Sequence[str]) -> ParsedConfig:
     """Return the settings in `key=value` words of a command."""
     data: dict[str, Any] = {}
     others: list[str] = []
-    for word in words:
+    for before, word in pairwise(("", *words)):
+        name = word.partition("=")[0]
+        if name == "--config-name" or before == "--config-name":
+            data["config_name"] = word.partition("=")[2] or word
+            continue
         path, sign, value = word.lstrip("+~").partition("=")
         if not sign or not path.replace(".", "").replace("_", "").isalnum():
             named = word.startswith(("-", "~")) or (sign and not word.isupper())
@@ -56,12 +63,17 @@ def _value(text: str) -> Any:
 def of_settings(data: Mapping[str, Any]) -> ParsedConfig:
     """Return the settings of the actor, of its model and of the trainer."""
     settings = Settings(data)
+    if "actor_rollout_ref" not in settings:
+        raise DocumentError(
+            "verl",
+            "has no section actor_rollout_ref, and the update of PPO's and GRPO's actor alone is "
+            "read; give the configuration of main_ppo",
+        )
     both = settings.part("actor_rollout_ref")
     model, actor = both.part("model"), both.part("actor")
     trainer, samples = settings.part("trainer"), settings.part("data")
-    strategy = actor.choice(
-        "strategy", {"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}, "fsdp"
-    )
+    usual = _usual_strategy(settings, actor)
+    strategy = actor.choice("strategy", _STRATEGIES, usual)
     config = ParsedConfig(framework=strategy, precision="bf16")
     if strategy == "fsdp" and actor.ignore("strategy") != "fsdp2":
         config.options.append("wide-states")
@@ -117,6 +129,19 @@ def of_settings(data: Mapping[str, Any]) -> ParsedConfig:
     return config
 
 
+def _usual_strategy(settings: Settings, actor: Settings) -> str:
+    """Return the strategy where none is named: by the set of settings, or by those that there are.
+
+    `--config-name ppo_megatron_trainer` and `model_engine=megatron` choose a set.
+    """
+    words = [str(settings.ignore(key) or "") for key in ("config_name", "model_engine")]
+    if any("megatron" in word for word in words):
+        return "megatron"
+    has_degrees, has_sharding = "megatron" in actor, "fsdp_config" in actor
+    return "megatron" if has_degrees and not has_sharding else "fsdp"
+
+
+_STRATEGIES = {"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}
 _ACTOR = "actor_rollout_ref.actor"
 
 

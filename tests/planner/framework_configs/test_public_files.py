@@ -266,3 +266,78 @@ def test_a_pattern_of_modules_is_what_peft_takes_it_for() -> None:
 )
 def test_scripts_are_told_from_documents(text: str, is_script: bool) -> None:
     assert shell.is_script(text) is is_script
+
+
+VERL = {
+    "ppo.yaml": """
+defaults: [actor@actor_rollout_ref.actor: megatron_actor, _self_]
+actor_rollout_ref: {model: {path: Qwen/Qwen3-8B}}
+data: {train_batch_size: 64, max_prompt_length: 512, max_response_length: 512}
+trainer: {n_gpus_per_node: 8, nnodes: 1}
+""",
+    "actor/megatron_actor.yaml": """
+defaults: [../engine@megatron: megatron, actor, _self_]
+strategy: megatron
+""",
+    "actor/actor.yaml": "{ppo_mini_batch_size: 64, ppo_micro_batch_size_per_gpu: 2}",
+    "engine/megatron.yaml": "{tensor_model_parallel_size: 4, pipeline_model_parallel_size: 1}",
+}
+
+
+def test_files_that_complete_a_configuration_are_read_or_asked_for(tmp_path: Path) -> None:
+    for name, text in VERL.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    plan = imported(tmp_path, VERL["ppo.yaml"], "verl", "ppo.yaml").plan
+
+    assert plan.framework.startswith("megatron")
+    assert (plan.mesh.tensor, plan.micro_batch) == (4, 2)
+
+    (tmp_path / "engine/megatron.yaml").unlink()
+    with pytest.raises(DocumentError, match=r"names 'engine/megatron.yaml', which is not beside"):
+        imported(tmp_path, VERL["ppo.yaml"], "verl", "ppo.yaml")
+
+
+@pytest.mark.parametrize("choice", ["--config-name=ppo_megatron_trainer", "model_engine=megatron"])
+def test_a_set_of_settings_decides_how_an_actor_is_trained(tmp_path: Path, choice: str) -> None:
+    text = f"""#!/bin/bash
+python3 -m verl.trainer.main_ppo {choice} \\
+    actor_rollout_ref.model.path=Qwen/Qwen3-8B data.train_batch_size=64 trainer.nnodes=1 \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=64 trainer.n_gpus_per_node=8 \\
+    actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2
+"""
+    plan = imported(tmp_path, text, "verl").plan
+
+    assert plan.framework.startswith("megatron") and plan.mesh.tensor == 2
+
+
+def test_settings_of_another_trainer_are_no_actor(tmp_path: Path) -> None:
+    with pytest.raises(DocumentError, match="has no section actor_rollout_ref"):
+        imported(tmp_path, "data: {train_batch_size: 8}", "verl", "sft.yaml")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'source "$(dirname "$0")/conf/sizes.sh"',
+        'HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"; . "$HERE/conf/sizes.sh"',
+        "source `pwd`/conf/sizes.sh",
+        "source ${BASH_SOURCE%/*}/conf/sizes.sh",
+    ],
+)
+def test_a_script_finds_what_stands_beside_it(tmp_path: Path, source: str) -> None:
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf/sizes.sh").write_text("LENGTH=2048\n")
+    text = f"#!/bin/bash\n{source}\nswift sft --model Qwen/Qwen3-8B --max_length $LENGTH\n"
+
+    assert imported(tmp_path, text, "slurm").plan.seq_len == 2048
+
+
+def test_a_folder_that_is_not_the_script_s_is_not_looked_into(tmp_path: Path) -> None:
+    (tmp_path / "sizes.sh").write_text("LENGTH=2048\n")
+    text = (
+        "#!/bin/bash\nsource $WHERE/sizes.sh\nswift sft --model Qwen/Qwen3-8B --max_length 1024\n"
+    )
+
+    assert "sizes.sh" in " ".join(imported(tmp_path, text, "slurm").not_understood)
