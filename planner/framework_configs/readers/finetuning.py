@@ -110,7 +110,7 @@ def _of_llama_factory_megatron(data: Data) -> ParsedConfig:
     inserted = {key: value for key, value in inserted.items() if key not in flags}
     config = megatron.of_flags(inserted | flags)
     config.micro_batches = settings.count("gradient_accumulation_steps") or 1
-    config.model["registered"] = settings.word("model_name_or_path") or ""
+    config.model["registered"] = settings.model_name("model_name_or_path") or ""
     stages = {"sft": "sft", "pt": "sft", "dpo": "dpo"}
     transformers.learns(config, settings.choice("stage", stages, "sft"))
     if settings.choice("finetuning_type", {"lora": "lora", "full": "full"}, "lora") == "lora":
@@ -188,7 +188,7 @@ def _of_llama_factory_v1(data: Data, surroundings: ScriptEnvironment | None) -> 
     attention = {"sdpa": "", "flash_attention_2": "fa2", "eager": "eager-attention"}
     config.options += [settings.choice("flash_attn", attention, "")]
     config.options = [option for option in config.options if option]
-    config.model["registered"] = settings.word("model") or ""
+    config.model["registered"] = settings.model_name("model") or ""
     adapters = settings.part("peft_config")
     if adapters.choice("name", {"lora": "lora"}, "") == "lora":
         rank, alpha = adapters.count("r") or 8, adapters.amount("lora_alpha") or 16.0
@@ -476,7 +476,7 @@ def of_ms_swift_megatron(arguments: Data, text: str = "") -> ParsedConfig:
     config.without_effect = [
         word for word in config.without_effect if word.removeprefix("--") in flags
     ]
-    wanted = settings.word("model", "load", "mcore-model")
+    wanted = settings.model_name("model", "load", "mcore-model")
     if wanted:
         config.model["registered"] = wanted
     types = {"dpo": "dpo", "rm": "reward", "grpo": "grpo"}

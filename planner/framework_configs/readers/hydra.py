@@ -26,10 +26,10 @@ def compose(
     DocumentError where a file is not there: it decides what the run takes.
     """
     left = [_MOST_FILES]
-    return _composed(dict(data), "", surroundings, of, left)
+    return _with_files(dict(data), "", surroundings, of, left)
 
 
-def _composed(
+def _with_files(
     data: dict[str, Any],
     folder: str,
     surroundings: ScriptEnvironment | None,
@@ -51,9 +51,11 @@ def _composed(
             continue
         left[0] -= 1
         if left[0] < 0:
-            raise DocumentError(of, f"names more than {_MOST_FILES} files by 'defaults'")
+            raise DocumentError(
+                of, f"names more than {_MOST_FILES} files by 'defaults'; give the whole of them"
+            )
         _, text = named_file("defaults", f"{place}.yaml", surroundings)
-        inside = _composed(
+        inside = _with_files(
             limits.settings(text, of), posixpath.dirname(place), surroundings, of, left
         )
         for section in reversed(package):

@@ -72,6 +72,20 @@ class Settings:
             raise DocumentError(key, f"is {value!r:.40}; it is one word")
         return str(value)
 
+    def model_name(self, key: str, *others: str) -> str | None:
+        """Return the name or path of a model; only its last part need be known."""
+        value = self.ignore(key, *others)
+        if isinstance(value, str) and _VARIABLE.search(value):
+            last = value.rpartition("/")[2]
+            return None if _VARIABLE.search(last) else last
+        return self.word(key, *others)
+
+    def devices(self, key: str) -> int | None:
+        """Return a number of devices or nodes; None where a variable of the machine has it."""
+        value = self.ignore(key)
+        is_open = isinstance(value, str) and _VARIABLE.search(value) is not None
+        return None if is_open else self.count(key)
+
     def expect(self, key: str, *values: object) -> None:
         """Take a key of which plans have these values alone; any other is not understood."""
         value = self.ignore(key)

@@ -148,7 +148,7 @@ def of_settings(
     config.seq_len = settings.number(
         "max_length", "max_seq_length", "model_max_length", "block_size", "cutoff_len"
     )
-    wanted = settings.word("model_name_or_path", "model", "base_model")
+    wanted = settings.model_name("model_name_or_path", "model", "base_model")
     if wanted:
         config.model["registered"] = wanted
     config.trains(optimizer=settings.choice("optim", OPTIMIZERS, "adamw"))

@@ -77,9 +77,13 @@ def of_settings(data: Mapping[str, Any]) -> ParsedConfig:
     config = ParsedConfig(framework=strategy, precision="bf16")
     if strategy == "fsdp" and actor.ignore("strategy") != "fsdp2":
         config.options.append("wide-states")
-    each, nodes = trainer.count("n_gpus_per_node") or 8, trainer.count("nnodes") or 1
-    config.devices = each * nodes
-    wanted = model.word("path")
+    each, nodes = trainer.devices("n_gpus_per_node"), trainer.devices("nnodes")
+    if "n_gpus_per_node" not in trainer:
+        each = 8
+    if "nnodes" not in trainer:
+        nodes = 1
+    config.devices = each * nodes if each and nodes else None
+    wanted = model.model_name("path")
     if wanted:
         config.model["registered"] = wanted
     _batches(actor, both, samples, config)

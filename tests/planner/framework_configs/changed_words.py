@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from benchmarks.inputs_read import inputs
+from benchmarks.inputs_read import Input, inputs
 from meshwright.planner.catalog.expressions import resolve_cluster
 from meshwright.planner.framework_configs.configuration import FRAMEWORKS, configuration
 from meshwright.planner.framework_configs.import_plan import READERS
+from meshwright.planner.framework_configs.readers.shell import is_script
 from tests.planner.framework_configs import public_configurations as public
 from tests.planner.framework_configs.test_export_oracles import MODEL, written
 
@@ -56,6 +57,13 @@ class Change(NamedTuple):
     others: tuple[str, ...]
 
 
+def _reader_of(entry: Input) -> str | None:
+    """Return the reader by which an input is read: a script is read by its command."""
+    if entry.reader is None or entry.reader in FLAGS:
+        return entry.reader
+    return "slurm" if is_script(entry.text) else entry.reader
+
+
 @lru_cache
 def bases(of: str) -> list[Base]:
     """Return known configurations of a reader: published, retyped, and what we write."""
@@ -67,7 +75,7 @@ def bases(of: str) -> list[Base]:
     found += [
         Base(of, entry.text, entry.cluster, entry.model, dict(entry.files))
         for entry in inputs()
-        if entry.reader == of
+        if _reader_of(entry) == of
         and entry.refused is None
         and not entry.values
         # A word in a branch that is not taken says nothing.

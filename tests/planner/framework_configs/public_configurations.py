@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from benchmarks.inputs_read import inputs
+from meshwright.planner.framework_configs.readers.shell import is_script
 
 
 class Row(NamedTuple):
@@ -577,7 +578,7 @@ def _tuning() -> dict[str, list[Row]]:
     }
     for entry in inputs():
         alone = not entry.files and not entry.values and entry.refused is None
-        if entry.reader in rows and alone:
+        if entry.reader in rows and alone and not is_script(entry.text):
             row = Row(entry.source, entry.model, entry.cluster, entry.text, ())
             rows[entry.reader].append(row)
     return rows
