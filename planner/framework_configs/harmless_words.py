@@ -106,7 +106,7 @@ _LLAMA_FACTORY = """
     early_stopping_steps ignore_pad_token_for_loss compute_accuracy export_.* infer_.*
     rope_scaling image_resolution pref_beta use_fast_tokenizer model_class train_dataset eval_dataset
     sample_backend max_new_tokens num_train_epochs batching_workers dist_timeout full_determinism
-    dist_config\\.dcp_path save_ckpt_as_hf extra_config
+    dist_config\\.dcp_path peft_config\\.lora_dropout save_ckpt_as_hf extra_config
 """
 _AXOLOTL = """
     datasets test_datasets val_set_size dataset_prepared_path dataset_processes

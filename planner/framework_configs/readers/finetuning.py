@@ -42,6 +42,9 @@ def read_ms_swift(text: str, surroundings: ScriptEnvironment | None = None) -> P
 
 def of_llama_factory(data: Data, surroundings: ScriptEnvironment | None = None) -> ParsedConfig:
     """Return the parsed settings of LLaMA-Factory."""
+    other = next((key for key in _OTHER_TASKS if data.get(key)), None)
+    if other is not None and str(data.get("do_train", False)).lower() != "true":
+        raise DocumentError(other, "is set and do_train is not: it trains nothing; set do_train")
     if _PARALLEL & set(data):
         return _of_llama_factory_megatron(data)
     if {"dist_config", "peft_config"} & set(data) or "train_dataset" in data:
@@ -89,6 +92,8 @@ def of_llama_factory(data: Data, surroundings: ScriptEnvironment | None = None) 
     return _in_own_words(config, settings, data)
 
 
+_OTHER_TASKS = ("export_dir", "infer_backend", "do_predict", "predict_with_generate")
+"""Settings of other tasks than training."""
 _PARALLEL = {
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -486,8 +491,9 @@ def of_ms_swift_megatron(arguments: Data, text: str = "") -> ParsedConfig:
         config.assumed.append("attention is over whole samples, at most what packed ones take")
     if settings.choice("tuner-type", _KINDS, "full") == "lora":
         rank, alpha = settings.count("lora-rank") or 8, settings.amount("lora-alpha") or 32.0
-        targets = settings.pop("target-modules")
-        listed = targets if isinstance(targets, list) else str(targets or "").split()
+        words = settings.pop("target-modules")
+        named = words if isinstance(words, list) else str(words or "").split()
+        listed = [name for word in named for name in _PARTS_OF_MEGATRON.get(word, (word,))]
         transformers.adapters(config, rank=rank, alpha=alpha, targets=listed, weights="full")
         transformers.read_dropout(settings, config, "lora-dropout", usual=_DROPOUT_OF_SWIFT)
     else:
@@ -498,6 +504,13 @@ def of_ms_swift_megatron(arguments: Data, text: str = "") -> ParsedConfig:
     return config
 
 
+_PARTS_OF_MEGATRON = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}
+"""Products of Megatron Core's layers, by the names of Hugging Face's."""
 _TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _NAMES_OF_MEGATRON = {"max-length": "seq-length", "train-type": "tuner-type"}
 _OF_SWIFT_MEGATRON = frozenset(
