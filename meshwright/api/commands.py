@@ -738,7 +738,11 @@ def _placed_price(placement: Placement, request: Request, layout: Layout) -> Pre
         if reason is not None:
             raise DocumentError("layout", f"{layout.text()}: {reason}")
     plan = plan_of_placement(request, layout, placement)
-    return _with_caveats(plan, request.model, request.cluster, request.profile)
+    priced = _with_caveats(plan, request.model, request.cluster, request.profile)
+    named = request.framework.name
+    if base_of(named) == "native" or priced.layout.endswith(f" {named}"):
+        return priced
+    return priced.model_copy(update={"layout": f"{priced.layout} {named}"})
 
 
 def _framework_price(request: Request, layout: Layout) -> Prediction:
