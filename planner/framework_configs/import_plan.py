@@ -55,7 +55,6 @@ from meshwright.planner.framework_configs.readers import (
     verl,
 )
 from meshwright.planner.framework_configs.readers import input_limits as limits
-from meshwright.planner.framework_configs.readers.megatron_model import FAMILY
 from meshwright.planner.framework_configs.readers.parsed_config import ParsedConfig, named_file
 from meshwright.planner.framework_configs.torchtitan import REGISTERED
 from meshwright.planner.frameworks.stage_rules import by_products, ends_of
@@ -91,7 +90,7 @@ def _of_words(words: list[str], text: str, surroundings: ScriptEnvironment | Non
     ):
         config = torchtitan.of_flags(arguments, surroundings)
     elif "tensor-model-parallel-size" in flags or any("pretrain_" in word for word in words):
-        config = megatron.of_flags(flags, text)
+        config = megatron.of_words(words, text, surroundings)
     elif "per-device-train-batch-size" in flags:
         config = transformers.of_flags(arguments, surroundings, trl=_is_trl(words))
     elif (read := _reader_of_file(words, surroundings)) is not None:
@@ -514,7 +513,7 @@ def _model(config: ParsedConfig, assumed: list[str]) -> ModelGraph:
             assumed.append(f"the model is {alike[0].name}, which has its figures{also} (--model)")
             return alike[0]
     if "architecture" in config.model:
-        return _own_model(config.model["architecture"], assumed)
+        return _own_model(config.framework, config.model["architecture"], assumed)
     stated = ", ".join(f"{key} {value}" for key, value in figures.items())
     lacks = config.model.get("lacks")
     also = f", or add {lacks} to its arguments" if lacks else ""
@@ -525,9 +524,9 @@ def _model(config: ParsedConfig, assumed: list[str]) -> ModelGraph:
     )
 
 
-def _own_model(architecture: Architecture, assumed: list[str]) -> ModelGraph:
+def _own_model(framework: str, architecture: Architecture, assumed: list[str]) -> ModelGraph:
     """Return a decoder of a configuration's own figures, which the plan carries."""
-    name = f"{FAMILY}-{architecture.layers}x{architecture.hidden_size}"
+    name = f"{framework}-{architecture.layers}x{architecture.hidden_size}"
     graph = graph_of(architecture, name=name, source=f"{FIGURES}{name}")
     assumed.append(
         f"the model is a decoder of {graph.parameters / 1e9:.3g} billion parameters, by the "

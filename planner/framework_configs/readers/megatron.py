@@ -14,7 +14,7 @@ from meshwright.planner.errors import DocumentError
 from meshwright.planner.framework_configs.bash.interpreter import ScriptEnvironment
 from meshwright.planner.framework_configs.megatron import RECIPES
 from meshwright.planner.framework_configs.readers import input_limits as limits
-from meshwright.planner.framework_configs.readers import megatron, shell
+from meshwright.planner.framework_configs.readers import deepspeed, megatron, shell
 from meshwright.planner.framework_configs.readers.interpolation import resolve
 from meshwright.planner.framework_configs.readers.megatron_model import (
     OTHER_MODELS,
@@ -23,6 +23,7 @@ from meshwright.planner.framework_configs.readers.megatron_model import (
 from meshwright.planner.framework_configs.readers.parsed_config import (
     ParsedConfig,
     Settings,
+    named_file,
     schedule_name,
 )
 from meshwright.planner.schedules import PLAIN
@@ -41,7 +42,9 @@ def read(text: str, surroundings: ScriptEnvironment | None = None) -> ParsedConf
         return _of_model_args(text)
     if shell.is_yaml(text):
         return _of_yaml(text)
-    return shell.parsed(text, "megatron", lambda words: _of_words(words, text), surroundings)
+    return shell.parsed(
+        text, "megatron", lambda words: of_words(words, text, surroundings), surroundings
+    )
 
 
 def _of_yaml(text: str) -> ParsedConfig:
@@ -81,13 +84,32 @@ def _of_model_args(text: str) -> ParsedConfig:
     return config
 
 
-def _of_words(words: list[str], text: str) -> ParsedConfig:
+def of_words(
+    words: list[str], text: str, surroundings: ScriptEnvironment | None = None
+) -> ParsedConfig:
+    """Return the settings in the words of a command."""
     flags = shell.flags(words)
     for name, value in list(flags.items()):  # a script behind `torchrun --nproc_per_node 8 x.py`
         if isinstance(value, list) and any(word.endswith(".py") for word in value):
             flags[name] = value[0]
     programs = [PurePosixPath(word).name for word in words if word.endswith(".py")]
-    return of_flags(flags, text, program=programs[-1] if programs else "")
+    config = of_flags(flags, text, program=programs[-1] if programs else "")
+    if "deepspeed" in flags or "deepspeed-config" in flags:
+        _stage_of_deepspeed(flags, config, surroundings)
+    return config
+
+
+def _stage_of_deepspeed(
+    flags: Mapping[str, Any], config: ParsedConfig, surroundings: ScriptEnvironment | None
+) -> None:
+    """Read which states DeepSpeed divides, of a Megatron that it drives (Megatron-DeepSpeed)."""
+    stage = Settings(flags).number("zero-stage")
+    if stage is None:
+        name, inside = named_file("--deepspeed-config", flags.get("deepspeed-config"), surroundings)
+        stage = deepspeed.of_settings(limits.json_settings(inside, name)).zero
+    config.zero = stage
+    config.unknown = [word for word in config.unknown if not word.startswith("--zero-stage")]
+    config.assumed.append(f"DeepSpeed's ZeRO-{stage} is priced as Megatron's would be")
 
 
 def of_flags(flags: Mapping[str, Any], text: str = "", *, program: str = "") -> ParsedConfig:

@@ -16,14 +16,14 @@ from meshwright.planner.catalog import models
 from meshwright.planner.catalog.expressions import resolve_model
 from meshwright.planner.documents.model import Architecture
 from meshwright.planner.errors import DocumentError
-from meshwright.planner.framework_configs.readers.parsed_config import Settings
+from meshwright.planner.framework_configs.readers.parsed_config import OWN_FAMILY, Settings
 
 OTHER_MODELS = re.compile(
     r"(^|[-_.])(bert|t5|mamba|hybrid|retro|vision|vit|vlm|dino|mimo|encoder|biencoder|ict|image|img"
     r"|multimodal|decoder-seq|ssm|linear-attention|attention-variant|heterogeneous)([-_.]|$)|^spec$"
 )
 """Programs and arguments of models that are no plain decoders of equal blocks."""
-FAMILY = "megatron"
+
 _VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
 
 
@@ -70,7 +70,7 @@ def own_architecture(settings: Settings, figures: Mapping[str, Any]) -> dict[str
     try:
         architecture = Architecture.model_validate(
             {
-                "family": FAMILY,
+                "family": OWN_FAMILY,
                 "hidden_size": hidden,
                 "layers": figures["layers"],
                 "heads": heads,

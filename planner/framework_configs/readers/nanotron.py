@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from meshwright.planner.architectures.architecture import architecture_of
+from meshwright.planner.documents.model import Architecture
+from meshwright.planner.errors import DocumentError
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.framework_configs.readers import input_limits as limits
-from meshwright.planner.framework_configs.readers.parsed_config import ParsedConfig, Settings
+from meshwright.planner.framework_configs.readers.parsed_config import OWN_FAMILY, ParsedConfig, Settings
 from meshwright.planner.schedules import PLAIN, schedule_of
 from meshwright.planner.schedules.pipeline_schedules import GPIPE
 
@@ -53,6 +56,7 @@ def read(text: str) -> ParsedConfig:
         value = figures.number(key)
         if value is not None:
             config.model[name] = value
+    config.model |= _own_architecture(figures)
     config.zero = optimizer.number("zero_stage") or 0
     factory = optimizer.part("optimizer_factory")
     optimizer.expect("accumulate_grad_in_fp32", True)
@@ -85,6 +89,28 @@ def read(text: str) -> ParsedConfig:
         config.gather(section, name)
     config.understood = settings.understood
     return config
+
+
+def _own_architecture(figures: Settings) -> dict[str, Architecture]:
+    """Return the decoder that a configuration describes as Hugging Face's would be."""
+    flags = {"is_llama_config": "llama", "is_qwen2_config": "qwen2"}
+    kind = next((name for flag, name in flags.items() if figures.ignore(flag)), None)
+    if kind is None or figures.ignore("moe_config"):
+        if figures.ignore("moe_config"):
+            figures.name("moe_config")
+        return {}
+    keys = (
+        *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+        *("intermediate_size", "vocab_size", "max_position_embeddings", "tie_word_embeddings"),
+        *("rms_norm_eps", "rope_theta", "hidden_act", "attention_bias"),
+    )
+    values = {key: figures.ignore(key) for key in keys}
+    config = {key: value for key, value in values.items() if value is not None}
+    try:
+        architecture = architecture_of({"model_type": kind, **config}, name="model_config")
+    except DocumentError:
+        return {}
+    return {"architecture": architecture.model_copy(update={"family": OWN_FAMILY})}
 
 
 def _rates(rates: Settings, config: ParsedConfig, steps: int | None) -> None:

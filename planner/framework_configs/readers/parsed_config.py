@@ -14,6 +14,8 @@ from meshwright.planner.framework_configs.bash.interpreter import ScriptEnvironm
 from meshwright.planner.schedules import SCHEDULES
 
 _VARIABLE = re.compile(r"\$\{(?:oc\.env:)?([\w.]+)[^}]*\}|\$\([^)]*\)?")
+OWN_FAMILY = "own"
+"""Family of a decoder that only the figures of a configuration describe."""
 WORDS_OF_TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
