@@ -40,8 +40,11 @@ def traced_call(
     owned: Sequence[Tensor],
     loss: Callable[..., Tensor] | None = None,
     saving: Callable[[], None] = lambda: None,
-) -> tuple[LayerTrace, tuple[Tensor, ...]]:
+) -> tuple[LayerTrace, tuple[Tensor, ...], int]:
     """Return what a forward and its backward cost, and its outputs or the loss made of them.
+
+    The third is a hash of all operators that allocated, in their order, with the shapes of what
+    they made.
 
     Call it under a FakeTensorMode.  `owned` are parameters and buffers, which count neither as
     stored nor, their gradients, as transient.
@@ -54,7 +57,7 @@ def traced_call(
     """
     saved: weakref.WeakSet[_SavedTensor] = weakref.WeakSet()
     owned_keys = {_key(tensor) for tensor in owned}
-    forward = _Operators()
+    forward = _OperatorCosts()
     with _saved_tensors(saved, saving), forward:
         outputs = call()
         handed_on = {_key(output): output.untyped_storage().nbytes() for output in outputs}
@@ -66,27 +69,28 @@ def traced_call(
         for tensor_saved in saved
     }
     needing = [output for output in outputs if output.requires_grad]
-    backward_transient = _backward_peak(needing, owned) if needing else 0
+    backward_transient, backward_ran = _backward_peak(needing, owned) if needing else (0, 0)
     figures = LayerTrace(
         forward_flops=float(forward.flops),
         stored_bytes=sum(size for key, size in stored.items() if key not in owned_keys),
         transient_bytes=max(forward.peak() - forward.remaining(), backward_transient),
         output_bytes=sum(handed_on.values()),
     )
-    return figures, outputs
+    return figures, outputs, hash((forward.ran, backward_ran))
 
 
-def _backward_peak(outputs: Sequence[Tensor], owned: Sequence[Tensor]) -> int:
-    backward = _Operators()
+def _backward_peak(outputs: Sequence[Tensor], owned: Sequence[Tensor]) -> tuple[int, int]:
+    """Return the most bytes of a backward, and a hash of its operators."""
+    backward = _OperatorCosts()
     with backward:
         torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
     peak = backward.peak(without=[tensor.grad for tensor in owned if tensor.grad is not None])
     for tensor in owned:
         tensor.grad = None
-    return peak
+    return peak, backward.ran
 
 
-class _Operators(TorchDispatchMode):
+class _OperatorCosts(TorchDispatchMode):
     """FLOPs, allocations and frees of operators while this mode was on, in order.
 
     One mode counts all of it: a forward has thousands of operators, and each mode makes one of them
@@ -100,7 +104,7 @@ class _Operators(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.flops = 0
+        self.flops = self.ran = 0
         # Storages by number: addresses come again.
         self._number: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._events: list[tuple[int, int]] = []
@@ -123,6 +127,8 @@ class _Operators(TorchDispatchMode):
         else:
             result = func(*args, **kwargs)
         for tensor in _tensors((result,)):
+            if tensor.untyped_storage() not in self._number:
+                self.ran = hash((self.ran, func, tensor.shape))
             self._watch(tensor, fresh=True)
         if count_flops is not None:
             self.flops += count_flops(*args, **kwargs, out_val=result)
