@@ -57,9 +57,11 @@ from meshwright.runtime.optim.sharded_optimizer import (
 from meshwright.runtime.parallel import expert_parallel as experts
 from meshwright.runtime.parallel.attention_api import bytes_of, note_keys_bytes, positions_in
 from meshwright.runtime.parallel.context_check import check_parts, check_positions
+from meshwright.runtime.parallel.tensor_check import DividedUnit
 from meshwright.runtime.parallel.tensor_regions import take_parts
 from meshwright.runtime.parallel.tensor_styles_search import DerivedStyles
 from meshwright.runtime.tracing.meta_costs import identities, traced_call
+from meshwright.runtime.tracing.meta_twin import EqualOperators, MetaTwin, empty_twin
 from meshwright.runtime.tracing.replayed_stage import RecordedStage
 from meshwright.runtime.tracing.stage import MicroBatch
 from meshwright.runtime.tracing.trace import Recording, called_name
@@ -656,6 +658,10 @@ class RankShares:
     """Trace of the last layer without the loss, for SAMPLES."""
 
 
+_Figures = tuple[LayerTrace, "_TensorSums", tuple[Tensor, ...], int]
+"""Figures of a layer, what it sums over the tensor axis, what it hands on, a hash of what ran."""
+
+
 @dataclass(frozen=True, slots=True)
 class _TracedLayer:
     """The costs of a layer for SAMPLES."""
@@ -664,6 +670,8 @@ class _TracedLayer:
     shares: RankShares
     passed: tuple[Tensor, ...]
     """Outputs of the layer, without data unless the module needs it."""
+    on_meta: bool
+    """Its operators cost the same on the meta device."""
 
 
 def _figures(
@@ -673,35 +681,63 @@ def _figures(
 
     Layers of one of `kinds` are computed once.
     """
-    count = len(kinds)
+    count, recording = len(kinds), recorder.first
     layers: list[_TracedLayer] = []
     traces: dict[Hashable, _TracedLayer] = {}
+    equal = EqualOperators(recording)
     with recorder.without_data(batch) as (module, given):
-        exchanged = _exchanges(module)
+        twin = MetaTwin(module, given) if recorder.is_fake else None
+        exchanged = _exchanges(module, *(() if twin is None else (twin.module,)))
         with note_keys_bytes() as named, _KeysOfAttention() as any_attention:
             for at, kind in enumerate(kinds):
                 if kind in traces:
                     layers.append(traces[kind])
                     continue
                 taken = layers[-1].passed if layers else ()
-                is_last = at == count - 1
-                trace, _, passed = _figures_of(
-                    RecordedStage(module, recorder, at, at + 1),
-                    taken,
-                    given,
-                    loss=loss if is_last else None,
+                layer, is_last = recording.layers[at], at == count - 1
+                trace_on = functools.partial(
+                    _figures_at, recorder, at, loss=loss if is_last else None
                 )
+                believed = twin is not None and equal.cover(layer)
+                figures = twin.result(trace_on, taken) if twin and believed else None
+                if figures is not None:
+                    trace, _, passed, ran = figures
+                    passed = tuple(empty_twin(tensor, "cpu") for tensor in passed)
+                else:
+                    for notes in (named, any_attention.sizes, exchanged):
+                        notes.clear()
+                    trace, _, passed, ran = trace_on(module, taken, given)
                 shares = RankShares(
                     sum(named) or sum(any_attention.sizes),
-                    _experts(module, recorder.first.layers[at].units, exchanged),
+                    _experts(module, layer.units, exchanged),
                 )
+                if twin is not None and equal.are_open(layer):
+                    there = twin.result(trace_on, taken)
+                    alike = there is not None and (there[0], there[-1]) == (trace, ran)
+                    equal.note(layer, equal=alike)
                 for notes in (named, any_attention.sizes, exchanged):
                     notes.clear()
                 if is_last and isinstance(loss, token_loss):
                     shares = replace(shares, without_loss=_last(module, recorder, given))
-                traces[kind] = _TracedLayer(trace, shares, passed)
+                traces[kind] = _TracedLayer(trace, shares, passed, equal.cover(layer))
                 layers.append(traces[kind])
     return layers
+
+
+def _figures_at(
+    recorder: Recorder,
+    at: int,
+    module: nn.Module,
+    taken: tuple[Tensor, ...],
+    batch: Any,
+    *,
+    loss: Loss | None,
+    across: _Counting | None = None,
+) -> _Figures:
+    """Return the figures of one layer, whose module and tensors are on one device."""
+    return _figures_of(
+        RecordedStage(module, recorder, at, at + 1), taken, batch, loss=loss, across=across
+    )
 
 
 def _last(module: nn.Module, recorder: Recorder, batch: Any) -> LayerTrace:
@@ -730,10 +766,10 @@ class _KeysOfAttention(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _exchanges(module: nn.Module) -> dict[str, tuple[int, int]]:
+def _exchanges(*modules: nn.Module) -> dict[str, tuple[int, int]]:
     """Return bytes of the tokens chosen for each experts module, once they were called.
 
-    Behind them stands how many experts each token has chosen.
+    Behind them stands how many experts each token has chosen.  Modules are copies of one another.
     """
     spans: dict[str, tuple[int, int]] = {}
 
@@ -744,8 +780,9 @@ def _exchanges(module: nn.Module) -> dict[str, tuple[int, int]]:
         size = index.numel() * hidden.shape[-1] * hidden.element_size()
         spans[path] = size, index.shape[1]
 
-    for path, module_of_experts in experts.modules_of(module).items():
-        module_of_experts.register_forward_pre_hook(functools.partial(note, path))
+    for module in modules:
+        for path, module_of_experts in experts.modules_of(module).items():
+            module_of_experts.register_forward_pre_hook(functools.partial(note, path))
     return spans
 
 
@@ -773,7 +810,7 @@ def _figures_of(
     *,
     loss: Loss | None,
     across: _Counting | None = None,
-) -> tuple[LayerTrace, _TensorSums, tuple[Tensor, ...]]:
+) -> _Figures:
     """Return the figures of a stage, what it sums over `across`, and what it hands on."""
     results: list[Any] = []
     sums = _TensorSums()
@@ -790,14 +827,14 @@ def _figures_of(
         assert loss is not None
         return loss_sum_of(loss(results[0], batch), SAMPLES).total
 
-    trace, passed = traced_call(
+    trace, passed, ran = traced_call(
         call,
         owned=(*stage.parameters(), *stage.buffers()),
         loss=total if loss is not None else None,
         saving=across.save if across is not None else lambda: None,
     )
     handed_on = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in passed)
-    return trace, sums, handed_on
+    return trace, sums, handed_on, ran
 
 
 def _own_parameters(recording: Recording) -> list[list[str]]:
@@ -845,6 +882,7 @@ def _divided_layers(
             continue
         by_identity: dict[Hashable, DividedLayer] = {}
         with recorder.without_data(batch) as (part, given):
+            twin = MetaTwin(part, given) if any(layer.on_meta for layer in traced) else None
             for at, layer in enumerate(recording.layers):
                 inside = {name: units[name] for name in layer.units if name in units}
                 if not inside:
@@ -852,20 +890,40 @@ def _divided_layers(
                 unit_sizes = tuple(of[1:] for of in sizes[at])
                 kind = kinds[at], unit_sizes, tuple(id(units.get(name)) for name in layer.units)
                 if kind not in by_identity:
-                    across = _Counting(degree)
-                    for name, unit in inside.items():
-                        take_parts(part.get_submodule(name), unit.regions, 0, degree)
-                        unit.apply(part.get_submodule(name), across)
-                    trace, sums, _ = _figures_of(
-                        RecordedStage(part, recorder, at, at + 1),
-                        traced[at - 1].passed if at else (),
-                        given,
+                    taken = traced[at - 1].passed if at else ()
+
+                    trace_on = functools.partial(
+                        _part_figures_at,
+                        recorder,
+                        at,
+                        inside,
                         loss=loss if layer is recording.layers[-1] else None,
-                        across=across,
                     )
-                    by_identity[kind] = _divided_layer(part, sizes[at], degree, trace, sums)
+                    believed = twin is not None and traced[at].on_meta
+                    figures = twin.result(trace_on, taken) if twin and believed else None
+                    here = twin.module if twin and figures else part
+                    trace, sums, *_ = figures or trace_on(part, taken, given)
+                    by_identity[kind] = _divided_layer(here, sizes[at], degree, trace, sums)
                 found[at].append(by_identity[kind])
     return [tuple(layers) or None for layers in found]
+
+
+def _part_figures_at(
+    recorder: Recorder,
+    at: int,
+    units: Mapping[str, DividedUnit],
+    whole: nn.Module,
+    taken: tuple[Tensor, ...],
+    batch: Any,
+    *,
+    loss: Loss | None,
+) -> _Figures:
+    """Return the figures of a rank's part of a layer, whose `units` are divided in `whole`."""
+    across = _Counting(next(iter(units.values())).degree)
+    for name, unit in units.items():
+        take_parts(whole.get_submodule(name), unit.regions, 0, unit.degree)
+        unit.apply(whole.get_submodule(name), across)
+    return _figures_at(recorder, at, whole, taken, batch, loss=loss, across=across)
 
 
 def _divided_layer(

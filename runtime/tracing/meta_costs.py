@@ -7,6 +7,7 @@ ran, with the shapes of all tensors.  Values of tensors play no part.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -16,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from meshwright.planner.documents.model import LayerTrace
 from meshwright.runtime.tracing.repeated_units import is_block_number
@@ -40,8 +40,11 @@ def traced_call(
     owned: Sequence[Tensor],
     loss: Callable[..., Tensor] | None = None,
     saving: Callable[[], None] = lambda: None,
-) -> tuple[LayerTrace, tuple[Tensor, ...]]:
+) -> tuple[LayerTrace, tuple[Tensor, ...], int]:
     """Return what a forward and its backward cost, and its outputs or the loss made of them.
+
+    The third is a hash of all operators that allocated, in their order, with the shapes of what
+    they made.
 
     Call it under a FakeTensorMode.  `owned` are parameters and buffers, which count neither as
     stored nor, their gradients, as transient.
@@ -54,8 +57,8 @@ def traced_call(
     """
     saved: weakref.WeakSet[_SavedTensor] = weakref.WeakSet()
     owned_keys = {_key(tensor) for tensor in owned}
-    flops, forward = FlopCounterMode(display=False), _Allocations()
-    with _saved_tensors(saved, saving), flops, forward:
+    forward = _OperatorCosts()
+    with _saved_tensors(saved, saving), forward:
         outputs = call()
         handed_on = {_key(output): output.untyped_storage().nbytes() for output in outputs}
         if loss is not None:
@@ -66,31 +69,42 @@ def traced_call(
         for tensor_saved in saved
     }
     needing = [output for output in outputs if output.requires_grad]
-    backward_transient = _backward_peak(needing, owned) if needing else 0
+    backward_transient, backward_ran = _backward_peak(needing, owned) if needing else (0, 0)
     figures = LayerTrace(
-        forward_flops=float(flops.get_total_flops()),
+        forward_flops=float(forward.flops),
         stored_bytes=sum(size for key, size in stored.items() if key not in owned_keys),
         transient_bytes=max(forward.peak() - forward.remaining(), backward_transient),
         output_bytes=sum(handed_on.values()),
     )
-    return figures, outputs
+    return figures, outputs, hash((forward.ran, backward_ran))
 
 
-def _backward_peak(outputs: Sequence[Tensor], owned: Sequence[Tensor]) -> int:
-    backward = _Allocations()
+def _backward_peak(outputs: Sequence[Tensor], owned: Sequence[Tensor]) -> tuple[int, int]:
+    """Return the most bytes of a backward, and a hash of its operators."""
+    backward = _OperatorCosts()
     with backward:
         torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
     peak = backward.peak(without=[tensor.grad for tensor in owned if tensor.grad is not None])
     for tensor in owned:
         tensor.grad = None
-    return peak
+    return peak, backward.ran
 
 
-class _Allocations(TorchDispatchMode):
-    """Allocations and frees by operators while this mode was on, in order."""
+class _OperatorCosts(TorchDispatchMode):
+    """FLOPs, allocations and frees of operators while this mode was on, in order.
+
+    One mode counts all of it: a forward has thousands of operators, and each mode makes one of them
+    slower.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing is compiled here, and to switch that off costs as much as the mode itself.
+        return False
 
     def __init__(self) -> None:
         super().__init__()
+        self.flops = self.ran = 0
         # Storages by number: addresses come again.
         self._number: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._events: list[tuple[int, int]] = []
@@ -102,11 +116,22 @@ class _Allocations(TorchDispatchMode):
         self._on = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in _tensors((args, kwargs)):
+        kwargs = kwargs or {}
+        for tensor in _tensors((*args, *kwargs.values())):
             self._watch(tensor, fresh=False)
-        result = func(*args, **(kwargs or {}))
-        for tensor in _tensors(result):
+        count_flops = flop_registry.get(func._overloadpacket)
+        if count_flops is None and _is_composite(func):
+            with FlopCounterMode(display=False) as parts:
+                result = func(*args, **kwargs)
+            self.flops += parts.get_total_flops()
+        else:
+            result = func(*args, **kwargs)
+        for tensor in _tensors((result,)):
+            if tensor.untyped_storage() not in self._number:
+                self.ran = hash((self.ran, func, tensor.shape))
             self._watch(tensor, fresh=True)
+        if count_flops is not None:
+            self.flops += count_flops(*args, **kwargs, out_val=result)
         return result
 
     def peak(self, without: Sequence[Tensor] = ()) -> int:
@@ -123,17 +148,32 @@ class _Allocations(TorchDispatchMode):
         storage = tensor.untyped_storage()
         if storage not in self._number:
             number = self._number[storage] = next(self._numbers)
+            size_bytes = storage.nbytes()
             if fresh:
-                self._events.append((number, storage.nbytes()))
-            weakref.finalize(storage, self._free, number, storage.nbytes())
+                self._events.append((number, size_bytes))
+            weakref.finalize(storage, self._free, number, size_bytes)
 
     def _free(self, number: int, size_bytes: int) -> None:
         if self._on:
             self._events.append((number, -size_bytes))
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+@functools.cache
+def _is_composite(operator: Any) -> bool:
+    """Return whether an operator is made of others, whose FLOPs are its own."""
+    if operator is torch.ops.prim.device.default:  # which torch asks without a way back
+        return False
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return key in operator.py_kernels or bool(operator.has_kernel_for_dispatch_key(key))
+
+
+def _tensors(arguments: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors among an operator's arguments or results, which may be in lists."""
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            yield argument
+        elif isinstance(argument, list | tuple):
+            yield from _tensors(argument)
 
 
 def _key(tensor: Tensor) -> int:
