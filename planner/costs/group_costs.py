@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from meshwright.planner.requests.request import Request
 
 
+MOST_KNOWN = 4_000
+"""Layouts whose costs are kept."""
+
+
 class GroupCosts:
     """Costs of a model on every group of a cluster, for any layout."""
 
@@ -39,6 +43,7 @@ class GroupCosts:
             group.name: CostTables(request.on_groups((group,)), activations)
             for group in request.cluster.groups
         }
+        self._known: dict[Layout, dict[str, LayoutCosts]] = {}
 
     def stage_devices(self, layout: Layout) -> int:
         """Devices of one pipeline stage."""
@@ -51,7 +56,13 @@ class GroupCosts:
 
     def costs(self, layout: Layout) -> dict[str, LayoutCosts]:
         """Return each group's costs of a layout, in the order of the groups."""
-        return {name: tables.costs_of(layout) for name, tables in self.tables.items()}
+        costs = self._known.get(layout)
+        if costs is None:
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+            costs = {name: tables.costs_of(layout) for name, tables in self.tables.items()}
+            self._known[layout] = costs
+        return costs
 
     def crossing_s(
         self, layout: Layout, before: str, after: str, size_bytes: float | None = None
@@ -61,7 +72,7 @@ class GroupCosts:
         It has `size_bytes`, or what crosses every boundary of a chain.
         """
         if size_bytes is None:
-            size_bytes = self.tables[before].costs_of(layout).boundary_bytes
+            size_bytes = self.costs(layout)[before].boundary_bytes
         if before != after:
             joined = Level(self.cluster.tiers[-1], 2)
             return self.tables[before].rates.link_s("send_recv", size_bytes, (joined,))

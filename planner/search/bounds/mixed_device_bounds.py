@@ -72,6 +72,7 @@ class GroupCandidates:
         self.frontiers = FrontierStore()
         self._known_s: dict[tuple[object, ...], tuple[Floats, Floats]] = {}
         """Seconds of passes, by what they depend on (`_divided`)."""
+        self._known_refusals: dict[Layout, str | None] = {}
 
     def refusal(self, layout: Layout) -> str | None:
         """Return why no plan is made of a layout, or None if one can be."""
@@ -124,7 +125,10 @@ class GroupCandidates:
 
     def _executes(self, layout: Layout) -> str | None:
         """Return why the framework does not run a layout."""
-        return refusal(self.model, self.cluster, self.job, layout)
+        if layout not in self._known_refusals:
+            reason = refusal(self.model, self.cluster, self.job, layout)
+            self._known_refusals[layout] = reason
+        return self._known_refusals[layout]
 
     def costs_of(self, layout: Layout) -> list[LayoutCosts]:
         """[group] Costs of a layout."""
@@ -315,8 +319,8 @@ class GroupCandidates:
     def _better(self, twin: Layout, layout: Layout) -> bool:
         """Return whether a twin that can run dominates a layout."""
         return all(
-            dominates(twin, tables.costs_of(twin), layout, tables.costs_of(layout))
-            for tables in self.group_costs.tables.values()
+            dominates(twin, by, layout, costs)
+            for by, costs in zip(self.costs_of(twin), self.costs_of(layout), strict=True)
         )
 
 

@@ -3,8 +3,9 @@
 Every group has the partition problem that it would have alone
 (`planner.search.partition.layout_partition`); together they are the problem of
 `planner.solver.graph_instance`, whose stages are the ranks of the pipeline.  What crosses from one
-rank to a neighbour depends on the groups of both. Where ranks have several stages, the last rank's
-output goes back to the first; it is taken to cross the slowest link there is.
+rank to a neighbour depends on the groups of both. Where ranks have several stages in a loop, the
+last rank's output goes back to the first: the problem counts the fastest link that the two may
+have, and a split that is known the one that it has (`placed_problem`).
 """
 
 from __future__ import annotations
@@ -43,8 +44,38 @@ if TYPE_CHECKING:
 def stages_problem(costs: GroupCosts, layout: Layout, chains: dict[str, Instance]) -> GraphInstance:
     """Return the problem of a layout from those of the groups."""
     crossings_s = _crossings_s(costs, layout)
-    widest_s = max(map(max, crossings_s))
-    return _problem(costs, layout, chains, widest_s, _cuts_s(costs, layout, crossings_s))
+    back_s = min(ways_back_s(costs, layout))
+    return _problem(costs, layout, chains, back_s, _cuts_s(costs, layout, crossings_s))
+
+
+def placed_problem(
+    problem: GraphInstance, costs: GroupCosts, layout: Layout, back_s: float
+) -> GraphInstance:
+    """Return the problem of a layout whose way back takes `back_s`, from what `stages_problem` is.
+
+    Where it is what two ranks have, only splits with these at both ends mean anything in it.
+    """
+    more_s = (layout.virtual_stages - 1) * (back_s - min(ways_back_s(costs, layout)))
+    if not more_s:
+        return problem
+    return replace(
+        problem,
+        types=tuple(
+            replace(
+                device_type,
+                chain=replace(
+                    device_type.chain,
+                    stages=tuple(
+                        replace(stage, exposed_s=stage.exposed_s + more_s)
+                        if rank in (0, layout.pipeline - 1)
+                        else stage
+                        for rank, stage in enumerate(device_type.chain.stages)
+                    ),
+                ),
+            )
+            for device_type in problem.types
+        ),
+    )
 
 
 def computing_problem(
@@ -62,7 +93,7 @@ def _problem(
     costs: GroupCosts,
     layout: Layout,
     chains: dict[str, Instance],
-    widest_s: float,
+    back_s: float,
     cuts_s: list[list[float]],
 ) -> GraphInstance:
     apart = all(chain.forward_apart for chain in chains.values())
@@ -78,7 +109,7 @@ def _problem(
                         replace(stage, exposed_s=exposed_s)
                         for stage, exposed_s in zip(
                             chains[name].stages,
-                            _exposed_s(layout, costs.tables[name], widest_s),
+                            _exposed_s(layout, costs.tables[name], back_s),
                             strict=True,
                         )
                     ),
@@ -151,11 +182,31 @@ def _cuts_s(costs: GroupCosts, layout: Layout, crossings_s: list[list[float]]) -
     ]
 
 
-def _exposed_s(layout: Layout, tables: CostTables, widest_s: float) -> list[float]:
+def ways_back_s(costs: GroupCosts, layout: Layout) -> list[float]:
+    """Return seconds of a transfer from any last rank to any first one; 0 where there is none."""
+    numbers = costs.stages_of(layout)
+    return [
+        way_back_s(costs, layout, first, last)
+        for last in numbers
+        for first in numbers
+        if last != first or numbers[last] > 1
+    ] or [0.0]
+
+
+def way_back_s(costs: GroupCosts, layout: Layout, first: str, last: str) -> float:
+    """Return seconds of a transfer from the last rank's group to the first one's, if there is one.
+
+    There is where ranks have several stages, one behind the other in a loop.
+    """
+    loop = schedule_of(layout.schedule).placement == "loop"
+    return costs.crossing_s(layout, last, first) if layout.virtual_stages > 1 and loop else 0.0
+
+
+def _exposed_s(layout: Layout, tables: CostTables, back_s: float) -> list[float]:
     """[rank] Seconds of a micro-batch that neither layers nor neighbours count.
 
     These are actions, of which the layers at the ends of the model count one each, and the way
-    back from the last rank to the first.
+    back from the last rank to the first, whose transfer takes `back_s`.
     """
     ranks, virtual = layout.pipeline, layout.virtual_stages
     if not counted_by_rank(layout):
@@ -166,9 +217,8 @@ def _exposed_s(layout: Layout, tables: CostTables, widest_s: float) -> list[floa
     result = [virtual * (3 if schedule.splits_backward else 2) * action_s] * ranks
     result[home[0]] -= action_s
     result[home[-1]] -= action_s
-    if schedule.placement == "loop":
-        result[0] += (virtual - 1) * widest_s
-        result[-1] += (virtual - 1) * widest_s
+    result[0] += (virtual - 1) * back_s
+    result[-1] += (virtual - 1) * back_s
     return result
 
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.planner.costs.predict import branches_of
 from meshwright.planner.costs.stage_placement import branching
+from meshwright.planner.documents.tolerances import EQUAL
 from meshwright.planner.search.answer import TIES_NODES
 from meshwright.planner.search.goals import SplitSolution, split_or_pruned, timetable
 from meshwright.planner.search.offload_choices import Saving
@@ -45,14 +46,23 @@ from meshwright.planner.search.queue import Bound, Pruned
 from meshwright.planner.search.space import kind
 from meshwright.planner.search.spaces.group_stages import (
     graph_problem,
+    placed_problem,
     plan_of_split,
     stages_problem,
+    way_back_s,
+    ways_back_s,
 )
 from meshwright.planner.search.spaces.groups import GroupSpace
 from meshwright.planner.solver import ilp
 from meshwright.planner.solver.bounds.memory_feasibility import why_no_split
 from meshwright.planner.solver.graph_instance import GraphEffort, GraphInstance, GraphSolution
-from meshwright.planner.solver.partition_problem import CutOff, Infeasible, Instance, Unfinished
+from meshwright.planner.solver.partition_problem import (
+    CutOff,
+    Infeasible,
+    Instance,
+    Unfinished,
+    evaluate_split,
+)
 from meshwright.planner.solver.solve import solve, split_bound_s
 
 if TYPE_CHECKING:
@@ -129,6 +139,28 @@ class MixedSpace(GroupSpace):
             self._known_instances[layout] = self.problem(layout, self.chains(layout))
         return self._known_instances[layout]
 
+    def evaluated(
+        self,
+        layout: Layout,
+        types: Sequence[int],
+        cuts: Sequence[int],
+        options: Sequence[int],
+        layers: Sequence[int] = (),
+    ) -> GraphSolution:
+        """Return a split with what it takes in the closed form, of `layers` in their order."""
+        names = list(self.costs.tables)
+        back_s = way_back_s(self.costs, layout, names[types[0]], names[types[-1]])
+        problem = placed_problem(self.instance(layout), self.costs, layout, back_s)
+        order = tuple(layers) or tuple(range(len(problem.chain.layers)))
+        laid = problem.laid(order, cuts, types)
+        split = evaluate_split(laid, cuts, options)
+        if layout.executed_schedule.forwards_first and not laid.forward_apart:
+            objective_s = _apart_s(laid, cuts, options)
+            split = replace(split, objective_s=objective_s)
+        return GraphSolution(
+            problem=problem, order=order, types=tuple(types), split=split, method="chain"
+        )
+
     def _memory_s(self, layout: Layout) -> float | Pruned:
         """Return the bound within memory, where no other layout can do all that this one can."""
         alike = kind(layout), timetable(layout), layout.micro_batch, Saving.of_layout(layout)
@@ -175,12 +207,38 @@ class MixedSpace(GroupSpace):
             return Pruned(UNFINISHED, bound_s=self.candidates.communication_s(layout))
         answer = self.best_split(problem, cutoff_s - step_s)
         answer = self._in_rows(layout, problem, answer, cutoff_s - step_s)
+        if isinstance(answer, GraphSolution):
+            answer = self._as_planned(layout, answer)
         if isinstance(answer, Infeasible) and self.pins.require:
             return Pruned(UNKEPT)
         known_s = 0.0
         if isinstance(answer, Unfinished | CutOff):
             known_s = self.candidates.communication_s(layout)
         return split_or_pruned(answer, layout, cutoff_s, step_s, known_s)
+
+    def _as_planned(self, layout: Layout, solution: GraphSolution) -> GraphSolution:
+        """Return a split with what its plan takes: a problem may count less.
+
+        Its last rank has one link to the first.  Where that is not the fastest, another split may
+        do better: the best one over the slowest.  Forward and backward count apart if all forwards
+        come first; a problem does not where a layer's options differ in forward.
+        """
+        ways_s, apart = ways_back_s(self.costs, layout), layout.executed_schedule.forwards_first
+        if min(ways_s) == max(ways_s) and solution.problem.chain.forward_apart == apart:
+            return solution
+        bound_s, best = solution.lower_bound_s, self._evaluated_again(layout, solution)
+        if min(ways_s) < max(ways_s) and best.objective_s > solution.objective_s * (1 + EQUAL):
+            slowest = placed_problem(self.instance(layout), self.costs, layout, max(ways_s))
+            cutoff_s = best.objective_s
+            other = self._in_rows(layout, slowest, self.best_split(slowest, cutoff_s), cutoff_s)
+            if isinstance(other, GraphSolution):
+                other = self._evaluated_again(layout, other)
+                best = min(best, other, key=lambda split: split.objective_s)
+        return replace(best, split=replace(best.split, lower_bound_s=bound_s))
+
+    def _evaluated_again(self, layout: Layout, solution: GraphSolution) -> GraphSolution:
+        split = solution.split
+        return self.evaluated(layout, solution.types, split.cuts, split.options, solution.order)
 
     def _in_rows(
         self, layout: Layout, problem: GraphInstance, free: Split, cutoff_s: float
@@ -227,6 +285,20 @@ class MixedSpace(GroupSpace):
         else:
             seats = self.costs.seats(plan.layout, groups, branches)
         return predict_candidate(plan, split.objective_s, self.model, tables, seats)
+
+
+def _apart_s(laid: Instance, cuts: Sequence[int], options: Sequence[int]) -> float:
+    """Return seconds of a split where all forwards come first, whatever options take of each."""
+    chosen = [(laid.options_of(layer)[option],) for layer, option in enumerate(options)]
+    apart = replace(
+        laid,
+        layers=tuple(range(len(chosen))),
+        kinds=tuple(chosen),
+        credits_s=(),
+        used_bytes=None,
+        forward_apart=True,
+    )
+    return evaluate_split(apart, cuts, [0] * len(chosen)).objective_s
 
 
 class GraphSpace(MixedSpace):

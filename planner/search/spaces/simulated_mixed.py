@@ -67,7 +67,6 @@ from meshwright.planner.solver.partition_problem import (
     Infeasible,
     Instance,
     broken,
-    evaluate_split,
 )
 
 if TYPE_CHECKING:
@@ -349,7 +348,7 @@ class SimulatedMixed(BySimulation, MixedSpace):
         self, layout: Layout, order: Sequence[int], ends: Sequence[int], options: Sequence[int]
     ) -> GraphSolution:
         """Return the split of types [rank], places [rank + 1] and options."""
-        return closed_form_solution(self.closed_form, layout, order, ends, options)
+        return self.closed_form.evaluated(layout, order, ends, options)
 
     def may_program(self, columns: int) -> bool:
         """Return whether another layout's program, with this number of `columns`, may be tried."""
@@ -403,7 +402,7 @@ class _LayoutSearch:
         if not whole.chain.sides:  # which takes a program in the closed form
             closed_form = space.best_split(whole, self._limit_s * ABOVE - step_s)
             if isinstance(closed_form, GraphSolution):
-                self._try(closed_form)
+                self._try(self._in_closed_form(closed_form))
         return low_s
 
     def bounded_s(self) -> float:
@@ -482,13 +481,8 @@ class _LayoutSearch:
     def _in_closed_form(self, solution: GraphSolution) -> GraphSolution:
         """Return a split with its seconds in the closed form."""
         split = solution.split
-        return closed_form_solution(
-            self._space.closed_form,
-            self._layout,
-            solution.types,
-            split.cuts,
-            split.options,
-            solution.order,
+        return self._space.closed_form.evaluated(
+            self._layout, solution.types, split.cuts, split.options, solution.order
         )
 
 
@@ -514,23 +508,6 @@ def moves(order: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[list[int
             places[first], places[two] = two, first
             yield [order[r] for r in places], [sizes[r] for r in places]
             yield [order[r] for r in places], list(sizes)
-
-
-def closed_form_solution(
-    space: MixedSpace,
-    layout: Layout,
-    order: Sequence[int],
-    cuts: Sequence[int],
-    options: Sequence[int],
-    layers: Sequence[int] = (),
-) -> GraphSolution:
-    """Return a split with what it takes in the closed form, of `layers` in their order."""
-    problem: GraphInstance = space.instance(layout)
-    layers = tuple(layers) or tuple(range(len(problem.chain.layers)))
-    split = evaluate_split(problem.laid(layers, cuts, order), tuple(cuts), tuple(options))
-    return GraphSolution(
-        problem=problem, order=layers, types=tuple(order), split=split, method="chain"
-    )
 
 
 def _with_simulated_bounds(

@@ -60,7 +60,7 @@ from meshwright.planner.search.spaces.group_stages import graph_problem
 from meshwright.planner.search.spaces.mixed import GraphSpace
 from meshwright.planner.search.spaces.shares import ShareSpace
 from meshwright.planner.search.spaces.simulated import BySimulation, Tried, bound_of
-from meshwright.planner.search.spaces.simulated_mixed import SimulatedMixed, closed_form_solution
+from meshwright.planner.search.spaces.simulated_mixed import SimulatedMixed
 from meshwright.planner.solver.graphs.ideals import ideals
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class SimulatedGraph(SimulatedMixed, GraphSpace):
         """Return the split of types [rank], downsets [rank + 1] and options."""
         assert self._places is not None
         layers, cuts = self._places.laid(ends)
-        return closed_form_solution(self.closed_form, layout, order, cuts, options, layers)
+        return self.closed_form.evaluated(layout, order, cuts, options, layers)
 
     def computing(
         self, layout: Layout, chains: dict[str, Instance], *, flat: bool

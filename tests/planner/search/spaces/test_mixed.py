@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 
+from benchmarks.attack import objective_s
 from meshwright.planner.architectures.parameters import graph_of
 from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
 from meshwright.planner.costs.group_costs import GroupCosts
 from meshwright.planner.costs.layout_costs import CostTables
 from meshwright.planner.costs.memory.rank_memory import has_room, rank_memory_parts
-from meshwright.planner.costs.predict import layout_prediction, predict
+from meshwright.planner.costs.predict import layout_prediction, placements_of, predict
 from meshwright.planner.documents.cluster import ClusterSpec
 from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.plan import Activations, Job, Layout, Plan, ScheduleName
@@ -556,3 +558,35 @@ def test_what_is_required_of_stages_is_kept_where_devices_differ() -> None:
     assert answer.closed_form_bound_s == pytest.approx(answer.closed_form.objective_s, rel=1e-9)
     assert 0 < answer.certificate.lower_bound_s <= answer.prediction.step_time_s
     assert answer.closed_form.objective_s >= free.closed_form.objective_s * (1 - 1e-9)
+
+
+JOB_OF_MANY = Job(seq_len=2048, global_batch=24, precision="fp16")
+UNLIKE = ("h100-sxm-80gb", "a100-sxm-80gb", "l40s", "v100-sxm-32gb")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_split_takes_in_the_closed_form_what_its_plan_takes(seed: int) -> None:
+    """Whatever the links between its ranks, the way back of a loop included."""
+    rng = random.Random(seed)
+    names = rng.sample(UNLIKE, rng.choice((2, 3)))
+    cluster = resolve_cluster("+".join(f"2x{name}" for name in names))
+    ranks = cluster.devices
+    space = MixedSpace(GroupCandidates(Request(llama(2 * ranks), cluster, JOB_OF_MANY)))
+    schedules: tuple[ScheduleName, ...] = ("interleaved", "interleaved-zb", "zbv", "1f1b", "gpipe")
+    for schedule in schedules:
+        layout = Layout(
+            pipeline=ranks,
+            schedule=schedule,
+            virtual_stages=1 if schedule in ("1f1b", "gpipe") else 2,
+            micro_batches=24,
+        )
+        assert space.refusal(layout) is None
+
+        solution = space.solve(layout, math.inf)
+
+        assert isinstance(solution, SplitSolution)
+        plan = space.candidate_of(solution).plan
+        seats = space.costs.seats(layout, [stage.group or "" for stage in plan.stages], None)
+        each = objective_s(layout, seats, placements_of(plan, space.model), ranks / layout.stages)
+        assert solution.objective_s == pytest.approx(each, rel=1e-12), (schedule, names)
+        assert solution.lower_bound_s <= each * (1 + 1e-12)

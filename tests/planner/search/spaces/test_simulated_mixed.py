@@ -26,7 +26,7 @@ from meshwright.planner.search.search import search
 from meshwright.planner.search.space import losses
 from meshwright.planner.search.spaces.mixed import MixedSpace
 from meshwright.planner.search.spaces.simulated import Tried
-from meshwright.planner.search.spaces.simulated_mixed import SimulatedMixed, closed_form_solution
+from meshwright.planner.search.spaces.simulated_mixed import SimulatedMixed
 from meshwright.planner.solver.graph_instance import GraphSolution
 from tests.planner.search.spaces.test_mixed import llama
 
@@ -61,7 +61,7 @@ def every_split(own: MixedSpace, layout: Layout) -> Iterator[GraphSolution]:
             if any(b - a < n for (a, b), n in zip(itertools.pairwise(cuts), least, strict=True)):
                 continue
             for options in itertools.product(*(range(len(tables[kind])) for kind in layers)):
-                yield closed_form_solution(own, layout, order, cuts, options)
+                yield own.evaluated(layout, order, cuts, options)
 
 
 LAYOUTS = [
