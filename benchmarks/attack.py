@@ -28,8 +28,8 @@ What the certificate's space is, as it says itself (`certificate.model`, planner
     up to one, and the last stage may have fewer
     expert parallelism keeps the usual order of axes, and tokens go all to all
     the loss is of all logits or in chunks, whose gradients wait for backward or are made there;
-    with LoRA they are made there.  A chunk has 1,024 to 8,192 rows, a power of two: as many as
-    have logits that take at most 1/32 of the smallest device's memory in 32 bits
+    with LoRA they are made there.  A chunk has 1,024 to 8,192 rows: as many as have logits that
+    take at most 1/40 of the smallest device's memory in 32 bits
     ZeRO-3 without pipeline or experts may gather one unit ahead, or keep parameters in a node
     4 % of an accelerator's memory is kept free, nothing of a CPU's
     activations are kept, states are on the device and gradients travel as they are, unless the
@@ -153,6 +153,7 @@ class Attack:
         self.drafts = Drafts(
             self.model, self.cluster, self.job, allowed=frozenset(allowed), rng=self.rng
         )
+        self.drafts.chosen["loss"] += tuple(way for way in self._losses if way is not None)
         self.drafts.layer_s = self._layer_s
         self._layouts: set[Layout] = set()
         self._forget()
@@ -264,8 +265,8 @@ class Attack:
         wide = self.model.architecture.vocab_size if self.model.architecture else 1
         rows = max(
             rows
-            for rows in (1024, 2048, 4096, 8192)
-            if rows == 1024 or 32 * 4 * rows * wide <= memory_bytes
+            for rows in range(1024, 8192 + 1)
+            if rows == 1024 or 40 * 4 * rows * wide <= memory_bytes
         )
         anew = ChunkedLoss(rows=rows, gradients="recomputed")
         return (None, anew) if self.job.lora else (None, ChunkedLoss(rows=rows), anew)

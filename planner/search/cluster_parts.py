@@ -46,7 +46,6 @@ from meshwright.planner.search.plan_preference import BESIDE, Prefer, with_prefe
 from meshwright.planner.search.proof_account import of_parts
 from meshwright.planner.search.proof_budget import (
     BRIEF,
-    GOAL,
     NEAR,
     USUAL,
     Effort,
@@ -339,16 +338,11 @@ class _PartSearch:
         del self._spaces[part.request.cluster_name]
         if self.best is not None and not part.request.model.edges:
             bound_s = self._bound_s(part, candidates)
-            if bound_s is not None and not self._is_open(part, bound_s):
+            if bound_s is not None and bound_s >= self.limit_s(part):
                 self._add_bound(part, bound_s)
                 return
             candidates = []  # of what is faster the certificate is of all that the part has
         self.search(part, searched, candidates, at_least_s=bound_s or 0.0)
-
-    def _is_open(self, part: ClusterPart, bound_s: float) -> bool:
-        """Return whether a search of a part may find what its bounds did not: a faster plan."""
-        gap = 0.0 if part.whole else GOAL
-        return bound_s < self.limit_s(part) * (1 - gap) and self.effort.gap <= gap
 
     @property
     def is_spent(self) -> bool:
@@ -397,8 +391,7 @@ class _PartSearch:
         """Return what no plan of a part takes less than; None where one is faster than the best.
 
         First come bounds alone, then plans of the layouts that are likely to be faster, then the
-        further proof, which ends at the lowest bound of the other parts: all have one certificate.
-        The whole cluster is searched where bounds alone leave it open.
+        further proof.  The whole cluster is searched where bounds alone leave it open.
         """
         best = self._best_on(part)
         goal = SimulatedStepGoal(best, BOUNDED)
@@ -407,10 +400,7 @@ class _PartSearch:
         lowest = queue.lowest()
         if lowest is not None and not goal.exceeds(lowest.bound_s) and not part.whole:
             look_among(goal, queue.rest(), self.effort)
-            low = 1 - min(self.bounds, default=0.0) / (
-                goal.step_s * self.rate(part.request.cluster)
-            )
-            goal.set_effort(self._effort_beside(part, max(low, self.effort.gap)))
+            goal.set_effort(self._effort_beside(part))
             queue.run()
             lowest = queue.lowest()
         if goal.best is not best:
@@ -418,9 +408,14 @@ class _PartSearch:
         bound_s = goal.step_s if lowest is None else min(goal.step_s, lowest.bound_s)
         return max(part.bound_s, bound_s)
 
-    def _effort_beside(self, part: ClusterPart, gap: float = 0.0) -> Effort:
-        """Return the effort for a part beside a plan that is known, to end at a gap."""
-        effort = replace(self.effort, gap=max(gap, self.effort.gap))
+    def _effort_beside(self, part: ClusterPart) -> Effort:
+        """Return the effort for a part beside a plan that is known.
+
+        The proof of a part ends at the lowest bound of the others, since all have one certificate.
+        """
+        limit = self.limit_s(part) * self.rate(part.request.cluster)
+        low = 0.0 if part.whole else 1 - min(self.bounds, default=0.0) / limit
+        effort = replace(self.effort, gap=max(low, self.effort.gap))
         if self.effort is USUAL and not part.whole:
             effort = replace(effort, solved=SOLVED, programs=PROGRAMS)
         return effort
