@@ -37,7 +37,7 @@ from tests.runtime.equality_table import (
 from tests.runtime.ranks import Crew, on_ranks
 from tests.runtime.runs import Run, errors, train_all
 
-PARTS = [(ranks, part, parts) for ranks, parts in ((2, 64), (4, 32)) for part in range(parts)]
+PARTS = [(ranks, part, parts) for ranks, parts in ((2, 128), (4, 32)) for part in range(parts)]
 """(ranks, part, parts) of the small cover."""
 SHARED = ((2, 0),)
 """The part of `make test`; those of `make matrix` beside them cover the other pairs."""

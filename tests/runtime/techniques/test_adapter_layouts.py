@@ -215,7 +215,7 @@ of first values are about 1, as is what their errors move a loss by at most."""
 @pytest.mark.ranks
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize(
-    ("family", "ranks", "name"), [("llama", 1, "plain"), (RECORDED, 2, "zero 3")]
+    ("family", "ranks", "name"), [("llama", 1, "plain"), ("llama", 2, "zero 3")]
 )
 def test_packed_weights_train_as_peft_in_a_plain_loop(
     family: str, ranks: int, name: str, parent: Path
