@@ -394,15 +394,35 @@ def nearest(name: str, names: list[str]) -> str:
 
     >>> nearest("mbs", ["tp", "pp", "micro_batch"])
     "did you mean 'micro_batch'?"
+
+    Names that share an ending alone are of other families.
+
+    >>> nearest("minimax_text_01", ["gemma3_text", "minimax_m2"])
+    "did you mean 'minimax_m2'?"
+    >>> nearest("facebook-llama-3.1-8b", ["llama-3.1-8b", "llama-3.1-70b"])
+    "did you mean 'llama-3.1-8b' or 'llama-3.1-70b'?"
     """
     word = name.strip().lower()
     begun = [k for k in names if word and k.lower().startswith(word)]
     initials = {k: "".join(part[:1] for part in k.lower().split("_")) for k in names}
     begun += [k for k, letters in initials.items() if len(letters) > 1 and letters in word[:3]]
-    near = begun[:3] or difflib.get_close_matches(word, names, n=3, cutoff=0.5)
+    close = difflib.get_close_matches(word, names, n=3, cutoff=0.5)
+    near = begun[:3] or [k for k in close if _is_of_family(word, k.lower())]
     if near:
         return "did you mean " + " or ".join(f"'{n}'" for n in near) + "?"
     return "known: " + ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+
+
+def _is_of_family(word: str, name: str) -> bool:
+    """Return whether the first part of a name is about a part of a word, or both are nearly one."""
+    parts, (first, *others) = re.split(r"[-_.]", word), re.split(r"[-_.]", name)
+    if len(parts) == 1 or not others or _likeness(word, name) >= 0.75:
+        return True
+    return any(_likeness(part, first) >= 0.5 for part in parts)
+
+
+def _likeness(first: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, first, other).ratio()
 
 
 class _SafeLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
