@@ -422,10 +422,10 @@ def _of_groups(
     """
     # What devices that are alike need none of.
     from meshwright.planner.search.bounds.mixed_device_bounds import GroupCandidates  # noqa: PLC0415
-    from meshwright.planner.search.spaces.mixed import GraphSpace, MixedSpace  # noqa: PLC0415
+    from meshwright.planner.search.spaces.mixed import FirstStep, GraphSpace, MixedSpace  # noqa: PLC0415
     from meshwright.planner.search.spaces.shares import ShareSpace  # noqa: PLC0415
 
-    cluster = request.cluster
+    cluster, first = request.cluster, FirstStep() if likely and not by_program else None
     for count in range(len(cluster.groups), fewest - 1, -1):
         for groups in itertools.combinations(cluster.groups, count):
             candidates = GroupCandidates(request.on_groups(groups), cluster)
@@ -433,4 +433,4 @@ def _of_groups(
             if candidates.cluster.is_mixed and not request.pins.require:
                 yield ShareSpace(candidates)
             along = GraphSpace if request.model.edges else MixedSpace
-            yield along(candidates, by_program=by_program, likely=likely and not by_program)
+            yield along(candidates, by_program=by_program, likely=first)

@@ -21,7 +21,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from meshwright.planner.costs.predict import branches_of
@@ -87,6 +87,13 @@ FIRST, LOOSE, HAIR = 6, 1.4, 1e-3
 takes; relative excess over it of the bounds of layouts that are left out."""
 
 
+@dataclass(slots=True)
+class FirstStep:
+    """The simulated step of a first plan, of whichever set of groups; inf of none."""
+
+    step_s: float = math.inf
+
+
 class MixedSpace(GroupSpace):
     """The layouts of some groups that use each of them whole, as ranks of a pipeline."""
 
@@ -97,11 +104,12 @@ class MixedSpace(GroupSpace):
         by_program: bool = False,
         effort: GraphEffort | None = None,
         most_nodes: int = TIES_NODES,
-        likely: bool = False,
+        likely: FirstStep | None = None,
     ) -> None:
         """The integer program decides where it is asked to, or else the exact solver.
 
-        With `likely` layouts are left out of many that cannot simulate faster than a first plan.
+        With `likely` layouts are left out of many that cannot simulate faster than a first plan,
+        be it of another set of groups.
 
         `effort` is left for graphs that have too many downsets, `most_nodes` of the tree of the
         integer program of one layout's hosts and ties.
@@ -137,9 +145,12 @@ class MixedSpace(GroupSpace):
             return
         self.families.group_kin(family for _, family in families)
         limit_s = math.inf
-        if self._likely and len(self.families.kin) > MOST_KIN:
-            bounds_s = {id(family): bound_s for bound_s, family in families}
-            limit_s = self._first_step_s(self.families, bounds_s) * (1 + HAIR)
+        likely = self._likely
+        if likely is not None:
+            if likely.step_s == math.inf and len(self.families.kin) > MOST_KIN:
+                bounds_s = {id(family): bound_s for bound_s, family in families}
+                likely.step_s = self._first_step_s(self.families, bounds_s)
+            limit_s = likely.step_s * (1 + HAIR)
         for bound_s, family in families:
             if limit_s < math.inf and (
                 bound_s >= limit_s or self.families.kin_bound_s(family, limit_s) >= limit_s
