@@ -112,9 +112,13 @@ class ClosedFormGoal(SearchGoal):
             return answer
         if not answer.split.optimal:
             self._open_s = min(self._open_s, max(answer.lower_bound_s, entry.bound_s))
-        self.found.append((space, answer))
-        self._enter(answer)
+        self.offer(space, answer)
         return None
+
+    def offer(self, space: SearchSpace, solution: SplitSolution[Any]) -> None:
+        """Take a split that was solved."""
+        self.found.append((space, solution))
+        self._enter(solution)
 
     def _enter(self, new: SplitSolution[Any]) -> None:
         """Let a split stand for its kind of layout if it is the best of it."""

@@ -129,9 +129,19 @@ def search(
     goal = ClosedFormGoal(top=top, below_s=below_s)
     queue = Queue(goal, progress=progress)
     spaces: list[Any] = []
-    for space in spaces_of(request, solver, rules, candidates, store, fewest_groups=fewest_groups):
+    for space in spaces_of(
+        request,
+        solver,
+        rules,
+        candidates,
+        store,
+        fewest_groups=fewest_groups,
+        likely=top == 1,
+    ):
         spaces.append(space)
         queue.run(space)
+        for solution in getattr(space, "first", ()):
+            goal.offer(space, solution)
     bests = goal.ranking()
     if not bests and below_s < math.inf:
         raise NoneFaster(f"no plan takes less than {below_s:g} s")
@@ -375,15 +385,17 @@ def spaces_of(
     effort: GraphEffort | None = None,
     degrees: Sequence[Degrees] | None = None,
     fewest_groups: int = 1,
+    likely: bool = False,
 ) -> Iterator[SearchSpace]:
     """Yield the spaces of a request in the order in which they are looked at.
 
     An `effort` is what graphs of several requests share, of which any split will do; `degrees` are
-    those that are of interest where devices are alike, by default all.
+    those that are of interest where devices are alike, by default all.  With `likely` those are
+    left out of many that cannot be the fastest.
     """
     by_program = solver == "ilp"
     if request.cluster.is_mixed:
-        yield from _of_groups(request, fewest_groups, by_program=by_program)
+        yield from _of_groups(request, fewest_groups, by_program=by_program, likely=likely)
         return
     for recompute in recomputes_of(request.model, request.space, request.pins.recompute):
         candidates = candidates_of(request, rules, recompute, candidates_before, store, degrees)
@@ -401,17 +413,19 @@ def spaces_of(
         candidates_before = candidates_before or (candidates,)
 
 
-def _of_groups(request: Request, fewest: int, *, by_program: bool) -> Iterator[SearchSpace]:
+def _of_groups(
+    request: Request, fewest: int, *, by_program: bool, likely: bool
+) -> Iterator[SearchSpace]:
     """Yield the layouts of every set of at least the `fewest` groups, the largest first.
 
     Shares are soon solved, and what they reach need not be looked for along a pipeline.
     """
     # What devices that are alike need none of.
     from meshwright.planner.search.bounds.mixed_device_bounds import GroupCandidates  # noqa: PLC0415
-    from meshwright.planner.search.spaces.mixed import GraphSpace, MixedSpace  # noqa: PLC0415
+    from meshwright.planner.search.spaces.mixed import FirstStep, GraphSpace, MixedSpace  # noqa: PLC0415
     from meshwright.planner.search.spaces.shares import ShareSpace  # noqa: PLC0415
 
-    cluster = request.cluster
+    cluster, first = request.cluster, FirstStep() if likely and not by_program else None
     for count in range(len(cluster.groups), fewest - 1, -1):
         for groups in itertools.combinations(cluster.groups, count):
             candidates = GroupCandidates(request.on_groups(groups), cluster)
@@ -419,4 +433,4 @@ def _of_groups(request: Request, fewest: int, *, by_program: bool) -> Iterator[S
             if candidates.cluster.is_mixed and not request.pins.require:
                 yield ShareSpace(candidates)
             along = GraphSpace if request.model.edges else MixedSpace
-            yield along(candidates, by_program=by_program)
+            yield along(candidates, by_program=by_program, likely=first)

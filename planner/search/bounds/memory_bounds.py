@@ -295,7 +295,7 @@ class BytesBounds:
             least_stored=min(stored),
             most_stored=max(stored),
             kept=min(part.figures.kept_bytes for part in parts),
-            resident=parts[0].states.resident_bytes,
+            resident=min(part.states.resident_bytes for part in parts),
         )
 
     def _binding(self, capacity_bytes: float) -> MemoryMoment:
@@ -416,9 +416,10 @@ class BytesBounds:
         if self._narrowest_bytes is not None:
             return dict.fromkeys(self._chain, min(map(self._working_of, set(self._chain))))
         result: dict[str, float] = {self._chain[-1]: math.inf}
+        by_kind = {kind: self._working_of(kind) for kind in set(self._chain[:-1])}
         least_bytes = math.inf
         for kind in reversed(self._chain[:-1]):
-            least_bytes = min(least_bytes, self._working_of(kind))
+            least_bytes = min(least_bytes, by_kind[kind])
             result[kind] = least_bytes
         return result
 

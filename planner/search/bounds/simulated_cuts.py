@@ -83,6 +83,29 @@ class Placed:
     """Number of places that are one but for the types that meet there."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RankWays:
+    """[column] What a rank may hold, with the seconds of the paths that stay with it."""
+
+    rank: Indices
+    first: Indices
+    end: Indices
+    number: Indices
+    """The device type."""
+    passes_s: Floats
+    """Seconds of one micro-batch, t."""
+    own_s: Floats
+    """Seconds of all micro-batches but the W behind the last way back, o."""
+    straight_s: Floats
+    """Seconds of a forward and a way back of the first stage, p."""
+    sync_s: Floats
+    update_s: Floats
+    hop_s: Floats
+    numbers: tuple[int, ...]
+    passes_on: bool
+    """True if ranks begin and end with their first stage."""
+
+
 @lru_cache(maxsize=256)
 def drained_backwards(
     schedule: str, stages: int, virtual_stages: int, micro_batches: int
@@ -114,18 +137,50 @@ def drained_backwards(
     return behind, whole
 
 
-def cuts_bound_s(layout: Layout, placed: Placed, transfer_s: float, limit_s: float) -> float:
+def rank_ways(layout: Layout, placed: Placed) -> RankWays:
+    """Return columns with the seconds of the paths that stay with their rank."""
+    count = layout.micro_batches
+    forward_s, whole_s, inputs_s, weight_s = np.moveaxis(placed.seconds, 1, 0)
+    passes_s = (forward_s + whole_s).sum(axis=1)
+    first = np.arange(len(placed.rank)), placed.rank
+    drain = drained_backwards(
+        layout.executed_schedule.name, layout.stages, layout.virtual_stages, count
+    )
+    own_s = count * passes_s
+    straight_s = np.zeros(len(passes_s))
+    if drain is not None:
+        behind, whole = drain
+        own_s = own_s - weight_s @ behind
+        back_s = np.where(whole[placed.rank], whole_s[first], inputs_s[first])
+        straight_s = forward_s[first] + back_s
+    return RankWays(
+        rank=placed.rank,
+        first=placed.first,
+        end=placed.end,
+        number=placed.number,
+        passes_s=passes_s,
+        own_s=own_s,
+        straight_s=straight_s,
+        sync_s=placed.sync_s,
+        update_s=placed.update_s,
+        hop_s=placed.hop_s,
+        numbers=placed.numbers,
+        passes_on=drain is not None,
+    )
+
+
+def cuts_bound_s(layout: Layout, columns: RankWays, transfer_s: float, limit_s: float) -> float:
     """Return seconds that no cut of a layout simulates below, or `limit_s` if that is less.
 
     A transfer takes `transfer_s` and a column's `hop_s`.
     """
     update_s = max(
-        float(placed.update_s[placed.rank == rank].min(initial=np.inf))
+        float(columns.update_s[columns.rank == rank].min(initial=np.inf))
         for rank in range(layout.pipeline)
     )
     if update_s >= limit_s:
         return limit_s  # of a rank without a column it is inf
-    cuts, high_s = Cuts(layout, placed, transfer_s), limit_s - update_s
+    cuts, high_s = Cuts(layout, columns, transfer_s), limit_s - update_s
     if not cuts.possible(high_s):
         return limit_s
     low_s = min(cuts.surely_s, high_s)
@@ -141,7 +196,7 @@ def cuts_bound_s(layout: Layout, placed: Placed, transfer_s: float, limit_s: flo
 class Cuts:
     """The columns of a layout by rank, as paths that stay with it count them."""
 
-    def __init__(self, layout: Layout, placed: Placed, transfer_s: float) -> None:
+    def __init__(self, layout: Layout, columns: RankWays, transfer_s: float) -> None:
         ranks, count = layout.pipeline, layout.micro_batches
         self._ranks, self._count, self._hops_s = ranks, count, 2 * transfer_s
         self._rounds = (
@@ -149,31 +204,20 @@ class Cuts:
             if schedule_of(layout.executed_schedule.name).phi_bound and count >= 2 * ranks
             else 0
         )
-        forward_s, whole_s, inputs_s, weight_s = np.moveaxis(placed.seconds, 1, 0)
-        passes_s = (forward_s + whole_s).sum(axis=1)
-        first = np.arange(len(placed.rank)), placed.rank
-        drain = drained_backwards(
-            layout.executed_schedule.name, layout.stages, layout.virtual_stages, count
-        )
-        own_s = count * passes_s
-        straight_s = np.zeros(len(passes_s))
-        if drain is not None:
-            behind, whole = drain
-            own_s = own_s - weight_s @ behind
-            back_s = np.where(whole[placed.rank], whole_s[first], inputs_s[first])
-            straight_s = forward_s[first] + back_s + self._hops_s
-        self._alone_s = count * passes_s + placed.sync_s
-        self._passes_s, self._rank_s, self._straight_s = passes_s, own_s, straight_s
-        self._sync_s = float(placed.sync_s[placed.rank == 0].min())
-        self._ways = Ways(placed, ranks)
+        passes_s = columns.passes_s
+        self._alone_s = count * passes_s + columns.sync_s
+        self._passes_s, self._rank_s = passes_s, columns.own_s
+        self._straight_s = columns.straight_s + columns.passes_on * self._hops_s
+        self._sync_s = float(columns.sync_s[columns.rank == 0].min())
+        self._ways = Ways(columns, ranks)
         self._times_s = np.array(sorted(set(passes_s.ravel().tolist())))
         least_s = float(self._sums_s(np.inf, self._times_s[-1:])[0])
         self._mean_s = least_s / ranks - self._hops_s
         """[rank] Least mean seconds of a micro-batch."""
         self.surely_s = count * max(0.0, self._mean_s)
         """Seconds that all cuts take at least."""
-        if drain is not None:
-            self._straight_s = straight_s + 2 * placed.hop_s
+        if columns.passes_on:
+            self._straight_s = self._straight_s + 2 * columns.hop_s
 
     def possible(self, limit_s: float) -> bool:
         """Return whether the paths of some cut may all stay within a limit in seconds."""
@@ -214,7 +258,7 @@ class Cuts:
 class Ways:
     """Columns one behind the other, from the first place to the last, with ranks of each type."""
 
-    def __init__(self, placed: Placed, ranks: int) -> None:
+    def __init__(self, placed: Placed | RankWays, ranks: int) -> None:
         self._places, self._numbers = int(placed.end.max(initial=0)), placed.numbers
         self._by_rank = [
             [_of_type(placed, rank, number) for number in range(len(placed.numbers))]
@@ -248,7 +292,9 @@ class Ways:
         return result
 
 
-def _of_type(placed: Placed, rank: int, number: int) -> tuple[Indices, Indices, Indices, Indices]:
+def _of_type(
+    placed: Placed | RankWays, rank: int, number: int
+) -> tuple[Indices, Indices, Indices, Indices]:
     """Return a rank's columns on a type by ends, where they begin, the ends, where each starts."""
     columns = np.flatnonzero((placed.rank == rank) & (placed.number == number))
     columns = columns[np.argsort(placed.end[columns], kind="stable")]

@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from meshwright.planner.documents.tolerances import ROUNDING
 from meshwright.planner.schedules.schedule import rank_of_stage
 from meshwright.planner.schedules.steady_state import KINDS, Graph, Path, graph_of
-from meshwright.planner.search.bounds.simulated_cuts import Placed, Ways, cuts_bound_s
+from meshwright.planner.search.bounds.simulated_cuts import Placed, Ways, cuts_bound_s, rank_ways
 from meshwright.planner.search.bounds.simulated_step import hidden_s
 from meshwright.planner.search.partition.rank_partition import RankProblem
 from meshwright.planner.solver.bounds.downsets import Downsets, Prefixes
@@ -167,7 +167,8 @@ class ColumnProgram:
 
     def cut_s(self, limit_s: float) -> float:
         """Return seconds that no cut simulates below, or `limit_s` if that is less."""
-        low_s = cuts_bound_s(self._layout, self._placed, self._transfer_s, limit_s - self._step_s)
+        columns = rank_ways(self._layout, self._placed)
+        low_s = cuts_bound_s(self._layout, columns, self._transfer_s, limit_s - self._step_s)
         return min(limit_s, low_s + self._step_s)
 
     def weighted_s(self, weights: PathWeights) -> float:
@@ -509,7 +510,7 @@ class Columns:
         (main, number), tables = most, self.instance.kinds
         table = tables[main]
         order = sorted(among or range(len(table)), key=lambda at: table[at].time_s)
-        numbers = _ways(number, len(order))
+        numbers = option_counts(number, len(order))
         stage = self.instance.stages[rank]
         others = [tables[kind][at] for kind, options in given.items() for at in options]
         each_s = np.array([table[at].time_s for at in order])
@@ -748,10 +749,10 @@ def _along(kinds: tuple[int, ...], picked: dict[int, tuple[int, ...]]) -> tuple[
 
 
 @lru_cache(maxsize=512)
-def _ways(number: int, options: int) -> Indices:
+def option_counts(number: int, options: int) -> Indices:
     """[way, option] How many of the layers have each, those with the fewest slow ones first.
 
-    >>> _ways(2, 3).tolist(), _ways(2, 1).tolist()
+    >>> option_counts(2, 3).tolist(), option_counts(2, 1).tolist()
     ([[2, 0, 0], [1, 1, 0], [1, 0, 1], [0, 2, 0], [0, 1, 1], [0, 0, 2]], [[2]])
     """
     every = list(_falling(number, options - 1))

@@ -199,7 +199,9 @@ def way_back_s(costs: GroupCosts, layout: Layout, first: str, last: str) -> floa
     There is where ranks have several stages, one behind the other in a loop.
     """
     loop = schedule_of(layout.schedule).placement == "loop"
-    return costs.crossing_s(layout, last, first) if layout.virtual_stages > 1 and loop else 0.0
+    return (
+        float(costs.crossing_s(layout, last, first)) if layout.virtual_stages > 1 and loop else 0.0
+    )
 
 
 def _exposed_s(layout: Layout, tables: CostTables, back_s: float) -> list[float]:

@@ -21,13 +21,15 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from meshwright.planner.costs.predict import branches_of
 from meshwright.planner.costs.stage_placement import branching
 from meshwright.planner.documents.tolerances import EQUAL
 from meshwright.planner.search.answer import TIES_NODES
+from meshwright.planner.search.bounds.layout_bounds import Candidates
+from meshwright.planner.search.bounds.mixed_family_cuts import FamilyCuts
 from meshwright.planner.search.goals import SplitSolution, split_or_pruned, timetable
 from meshwright.planner.search.offload_choices import Saving
 from meshwright.planner.search.partition.stage_size_rows import is_within
@@ -67,9 +69,8 @@ from meshwright.planner.solver.solve import solve, split_bound_s
 
 if TYPE_CHECKING:
     from meshwright.planner.documents.plan import Layout
-    from meshwright.planner.search.bounds.layout_bounds import Candidates
     from meshwright.planner.search.bounds.mixed_device_bounds import GroupCandidates
-    from meshwright.planner.search.space import LayoutFamily
+    from meshwright.planner.search.space import Degrees, LayoutFamily
 
 Split = GraphSolution | Infeasible | CutOff | Unfinished
 MOST_BOUNDED = 50
@@ -77,6 +78,20 @@ MOST_BOUNDED = 50
 ALIKE = 1
 """Further layouts bounded within memory of those that differ in sharing and loss alone.
 Their closed forms are near one another, and the simulated step decides."""
+
+
+MOST_KIN = 150
+"""Timetables whose layouts are all solved by the closed form, whether or not they are likely."""
+FIRST, LOOSE, HAIR = 6, 1.4, 1e-3
+"""Layouts that are solved to have a first plan; largest ratio of its step to what computation
+takes; relative excess over it of the bounds of layouts that are left out."""
+
+
+@dataclass(slots=True)
+class FirstStep:
+    """The simulated step of a first plan, of whichever set of groups; inf of none."""
+
+    step_s: float = math.inf
 
 
 class MixedSpace(GroupSpace):
@@ -89,8 +104,12 @@ class MixedSpace(GroupSpace):
         by_program: bool = False,
         effort: GraphEffort | None = None,
         most_nodes: int = TIES_NODES,
+        likely: FirstStep | None = None,
     ) -> None:
         """The integer program decides where it is asked to, or else the exact solver.
+
+        With `likely` layouts are left out of many that cannot simulate faster than a first plan,
+        be it of another set of groups.
 
         `effort` is left for graphs that have too many downsets, `most_nodes` of the tree of the
         integer program of one layout's hosts and ties.
@@ -102,6 +121,13 @@ class MixedSpace(GroupSpace):
         self._bounded_alike: Counter[tuple[object, ...]] = Counter()
         """Layouts with a split within memory that differ in sharing and loss alone."""
         self._communicated_s: dict[Layout, float] = {}
+        self._likely = likely
+        self.families: FamilyCuts | None = None
+        """Bounds of the layouts of one timetable together, of chains on groups that differ."""
+        if not isinstance(candidates, Candidates) and not self.model.edges:
+            self.families = FamilyCuts(candidates)
+        self.first: list[SplitSolution[GraphSolution]] = []
+        """Splits that were solved to have a first plan."""
 
     def refusal(self, layout: Layout) -> str | None:
         """Return why no plan is made of a layout, or None if one can be."""
@@ -113,7 +139,63 @@ class MixedSpace(GroupSpace):
 
     def bundles(self, refused: Counter[str]) -> Iterator[tuple[float, LayoutFamily]]:
         """Yield every layout that keeps what the user fixed, those alike but for sharing in one."""
-        return self.candidates.by_timetable(refused)
+        families = list(self.candidates.by_timetable(refused))
+        if self.families is None:
+            yield from families
+            return
+        self.families.group_kin(family for _, family in families)
+        limit_s = math.inf
+        likely = self._likely
+        if likely is not None:
+            if likely.step_s == math.inf and len(self.families.kin) > MOST_KIN:
+                bounds_s = {id(family): bound_s for bound_s, family in families}
+                likely.step_s = self._first_step_s(self.families, bounds_s)
+            limit_s = likely.step_s * (1 + HAIR)
+        for bound_s, family in families:
+            if limit_s < math.inf and (
+                bound_s >= limit_s or self.families.kin_bound_s(family, limit_s) >= limit_s
+            ):
+                self.passed_over_s = min(self.passed_over_s, bound_s)
+            else:
+                yield bound_s, family
+
+    def _first_step_s(self, families: FamilyCuts, bounds_s: dict[int, float]) -> float:
+        """Return the simulated step of a plan that is likely to be fast; inf if none was found.
+
+        `bounds_s` are those of families by their ids.  Of each mesh the timetables with the least
+        computation are bounded, and the lowest solved.
+        """
+        by_mesh: dict[Degrees, list[tuple[float, int, LayoutFamily]]] = {}
+        for number, kin in enumerate(families.kin):
+            if kin[0].degrees.pipeline > 1:
+                least_s = min(bounds_s[id(family)] for family in kin)
+                by_mesh.setdefault(kin[0].degrees, []).append((least_s, number, kin[0]))
+        some = [entry for mesh in by_mesh.values() for entry in sorted(mesh)[:: len(mesh) // 3 + 1]]
+        if not some:
+            return math.inf
+        limit_s = LOOSE * min(some)[0]
+        bounded = [
+            (families.bound_s(families.kin[number], limit_s), number) for _, number, _ in some
+        ]
+        step_s = math.inf
+        for least_s, number in sorted(bounded)[:FIRST]:
+            if least_s >= min(step_s, limit_s):
+                break
+            layouts = [
+                layout
+                for family in families.kin[number]
+                for layout in family.part(losses=family.losses[:1]).layouts()
+                if self.refusal(layout) is None
+            ]
+            if not layouts:
+                continue
+            solution = self.solve(min(layouts, key=self.candidates.communication_s), math.inf)
+            if isinstance(solution, SplitSolution):
+                plan = self.candidate_of(solution)
+                if plan.prediction.fits:
+                    self.first.append(solution)
+                    step_s = min(step_s, plan.prediction.step_time_s)
+        return step_s
 
     @property
     def bounds(self) -> Sequence[tuple[str, Bound]]:
@@ -139,7 +221,7 @@ class MixedSpace(GroupSpace):
             self._known_instances[layout] = self.problem(layout, self.chains(layout))
         return self._known_instances[layout]
 
-    def evaluated(
+    def evaluated_split(
         self,
         layout: Layout,
         types: Sequence[int],
@@ -155,7 +237,7 @@ class MixedSpace(GroupSpace):
         laid = problem.laid(order, cuts, types)
         split = evaluate_split(laid, cuts, options)
         if layout.executed_schedule.forwards_first and not laid.forward_apart:
-            objective_s = _apart_s(laid, cuts, options)
+            objective_s = _objective_apart_s(laid, cuts, options)
             split = replace(split, objective_s=objective_s)
         return GraphSolution(
             problem=problem, order=order, types=tuple(types), split=split, method="chain"
@@ -208,7 +290,7 @@ class MixedSpace(GroupSpace):
         answer = self.best_split(problem, cutoff_s - step_s)
         answer = self._in_rows(layout, problem, answer, cutoff_s - step_s)
         if isinstance(answer, GraphSolution):
-            answer = self._as_planned(layout, answer)
+            answer = self._with_planned_links(layout, answer)
         if isinstance(answer, Infeasible) and self.pins.require:
             return Pruned(UNKEPT)
         known_s = 0.0
@@ -216,7 +298,7 @@ class MixedSpace(GroupSpace):
             known_s = self.candidates.communication_s(layout)
         return split_or_pruned(answer, layout, cutoff_s, step_s, known_s)
 
-    def _as_planned(self, layout: Layout, solution: GraphSolution) -> GraphSolution:
+    def _with_planned_links(self, layout: Layout, solution: GraphSolution) -> GraphSolution:
         """Return a split with what its plan takes: a problem may count less.
 
         Its last rank has one link to the first.  Where that is not the fastest, another split may
@@ -238,7 +320,9 @@ class MixedSpace(GroupSpace):
 
     def _evaluated_again(self, layout: Layout, solution: GraphSolution) -> GraphSolution:
         split = solution.split
-        return self.evaluated(layout, solution.types, split.cuts, split.options, solution.order)
+        return self.evaluated_split(
+            layout, solution.types, split.cuts, split.options, solution.order
+        )
 
     def _in_rows(
         self, layout: Layout, problem: GraphInstance, free: Split, cutoff_s: float
@@ -287,7 +371,7 @@ class MixedSpace(GroupSpace):
         return predict_candidate(plan, split.objective_s, self.model, tables, seats)
 
 
-def _apart_s(laid: Instance, cuts: Sequence[int], options: Sequence[int]) -> float:
+def _objective_apart_s(laid: Instance, cuts: Sequence[int], options: Sequence[int]) -> float:
     """Return seconds of a split where all forwards come first, whatever options take of each."""
     chosen = [(laid.options_of(layer)[option],) for layer, option in enumerate(options)]
     apart = replace(

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from meshwright.planner.search.plan_candidate import Ranked
     from meshwright.planner.search.proof_budget import Effort
 
-BOUNDED, SOLVED, PROGRAMS = (
+FAMILIES, BOUNDED, SOLVED, PROGRAMS = (
+    "timetables of families",
     "layouts within memory",
     "layouts solved",
     "layouts by their programs",

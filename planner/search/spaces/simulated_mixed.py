@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -49,12 +49,13 @@ from meshwright.planner.search.goals import SplitSolution, timetable
 from meshwright.planner.search.partition.stage_size_rows import is_within
 from meshwright.planner.search.proof_account import BOUNDS, CUTS, DOMINATED
 from meshwright.planner.search.proof_account import SOLVED as BY_OPTIMUM
-from meshwright.planner.search.queue import Bound, Pruned
+from meshwright.planner.search.queue import Bound, Next, Pruned, QueueEntry
 from meshwright.planner.search.space import kind, losses
 from meshwright.planner.search.spaces.group_stages import computing_problem
 from meshwright.planner.search.spaces.mixed import MixedSpace
 from meshwright.planner.search.spaces.simulated import (
     BOUNDED,
+    FAMILIES,
     PROGRAMS,
     SOLVED,
     BySimulation,
@@ -73,6 +74,7 @@ if TYPE_CHECKING:
     from meshwright.planner.documents.plan import Layout
     from meshwright.planner.search.bounds.mixed_device_bounds import GroupCandidates
     from meshwright.planner.search.plan_candidate import Ranked
+    from meshwright.planner.search.space import LayoutFamily
 
 MOST_MOVES = 120
 """Splits near the best of a layout that are simulated."""
@@ -90,6 +92,7 @@ class SimulatedMixed(BySimulation, MixedSpace):
     def __init__(self, space: MixedSpace, tried: Tried, closed_form_s: float) -> None:
         """`space` has the same layouts by the closed form, where none takes `closed_form_s`."""
         super().__init__(_with_simulated_bounds(space.candidates), effort=space.effort)
+        self.families = space.families
         self._bounded = Covering()
         self._any_loss_s: dict[Layout, float] = {}
         """By a layout of those that differ in how they compute the loss alone, which have the same
@@ -97,6 +100,34 @@ class SimulatedMixed(BySimulation, MixedSpace):
         self._means: dict[tuple[object, ...], list[PathWeights]] = {}
         """Means of paths that bounded a layout of a timetable."""
         self.closed_form, self.tried, self._unpiped_s = space, tried, closed_form_s * (1 - ROUNDING)
+
+    groups = 2
+
+    @property
+    def levels(self) -> Sequence[str]:
+        """Names of the bounds that exclude entries at each level."""
+        first, *names = [name for name, _ in self.bounds]
+        return (first, BOUNDS[CUTS], BOUNDS[CUTS], *names)
+
+    def expand(self, level: int, some: Sequence[QueueEntry]) -> Iterable[Next]:
+        """Bound all cuts of some families, or yield their layouts."""
+        if level:
+            yield from super().expand(level, some)
+            return
+        for entry in some:
+            yield max(entry.bound_s, self._kin_bound_s(entry.item)), 1, entry.item
+
+    def _kin_bound_s(self, family: LayoutFamily) -> float:
+        """Return seconds that no layout with a family's timetable simulates below, or the limit.
+
+        0 where nothing is known, or enough families were looked at.
+        """
+        families, most = self.families, self.tried.effort.families
+        if families is None:
+            return 0.0
+        if not families.has_bound(family) and not self.tried.try_one(FAMILIES, most):
+            return 0.0
+        return families.kin_bound_s(family, self.tried.goal.limit_s)
 
     @property
     def bounds(self) -> Sequence[tuple[str, Bound]]:
@@ -348,7 +379,7 @@ class SimulatedMixed(BySimulation, MixedSpace):
         self, layout: Layout, order: Sequence[int], ends: Sequence[int], options: Sequence[int]
     ) -> GraphSolution:
         """Return the split of types [rank], places [rank + 1] and options."""
-        return self.closed_form.evaluated(layout, order, ends, options)
+        return self.closed_form.evaluated_split(layout, order, ends, options)
 
     def may_program(self, columns: int) -> bool:
         """Return whether another layout's program, with this number of `columns`, may be tried."""
@@ -481,7 +512,7 @@ class _LayoutSearch:
     def _in_closed_form(self, solution: GraphSolution) -> GraphSolution:
         """Return a split with its seconds in the closed form."""
         split = solution.split
-        return self._space.closed_form.evaluated(
+        return self._space.closed_form.evaluated_split(
             self._layout, solution.types, split.cuts, split.options, solution.order
         )
 

@@ -142,7 +142,7 @@ class SimulatedGraph(SimulatedMixed, GraphSpace):
         """Return the split of types [rank], downsets [rank + 1] and options."""
         assert self._places is not None
         layers, cuts = self._places.laid(ends)
-        return self.closed_form.evaluated(layout, order, cuts, options, layers)
+        return self.closed_form.evaluated_split(layout, order, cuts, options, layers)
 
     def computing(
         self, layout: Layout, chains: dict[str, Instance], *, flat: bool

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from meshwright.planner.documents.profile import ChunkedLoss
 from meshwright.planner.requests.pins import Pins
 from meshwright.planner.requests.request import Request
 from meshwright.planner.search.bounds.mixed_device_bounds import GroupCandidates
+from meshwright.planner.search.bounds.mixed_family_cuts import FamilyCuts
 from meshwright.planner.search.bounds.simulated_mixed_devices import SimulatedGroupCandidates
 from meshwright.planner.search.goals import SimulatedStepGoal, SplitSolution
 from meshwright.planner.search.plan_candidate import Ranked
@@ -61,7 +63,7 @@ def every_split(own: MixedSpace, layout: Layout) -> Iterator[GraphSolution]:
             if any(b - a < n for (a, b), n in zip(itertools.pairwise(cuts), least, strict=True)):
                 continue
             for options in itertools.product(*(range(len(tables[kind])) for kind in layers)):
-                yield own.evaluated(layout, order, cuts, options)
+                yield own.evaluated_split(layout, order, cuts, options)
 
 
 LAYOUTS = [
@@ -110,6 +112,61 @@ def test_no_split_of_a_layout_simulates_faster(cluster: str, layers: int, layout
     unbeaten = simulated(own, plans[0])
     assert unbeaten.solved_s(layout) >= least_s * (1 - PROVEN)
     assert unbeaten.tried.goal.best is plans[0]
+
+
+SHORT = "2xa100-sxm-40gb+2xv100-sxm-16gb"
+SHARED = [
+    *LAYOUTS,
+    *(
+        (
+            TWO,
+            4,
+            Layout(
+                pipeline=2,
+                data_shard=2,
+                zero=1,
+                schedule=schedule,
+                virtual_stages=2,
+                micro_batches=6,
+            ),
+        )
+        for schedule in ("interleaved", "interleaved-zb", "dualpipe-v")
+    ),
+    (SHORT, 2, Layout(pipeline=2, data_shard=2, zero=1, micro_batch=3, micro_batches=2)),
+    (SHORT, 3, Layout(pipeline=4, schedule="1f1b", micro_batch=1, micro_batches=12)),
+    (SHORT, 3, Layout(pipeline=4, schedule="zb-h1", micro_batch=2, micro_batches=6)),
+]
+
+
+def alike(layout: Layout) -> tuple[object, ...]:
+    """Return what the layouts of a timetable have in common."""
+    degrees = layout.tensor, layout.context, layout.pipeline, layout.data
+    return *degrees, layout.micro_batch, layout.schedule, layout.virtual_stages
+
+
+@pytest.mark.parametrize(("cluster", "layers", "layout"), SHARED, ids=lambda one: str(one)[:40])
+def test_no_layout_of_a_timetable_simulates_faster_than_all_together(
+    cluster: str, layers: int, layout: Layout
+) -> None:
+    recompute = "full" if layers == 4 else None
+    request = Request(llama(layers), resolve_cluster(cluster), JOB, Pins(recompute=recompute))
+    own = MixedSpace(GroupCandidates(request))
+    together = FamilyCuts(GroupCandidates(request))
+    together.group_kin(family for _, family in own.bundles(Counter()))
+    [kin] = [one for one in together.kin if alike(one[0].first) == alike(layout)]
+    every = [each for family in kin for each in family.layouts() if own.refusal(each) is None]
+    steps_s = []
+    for each in random.Random(1).sample(every, min(3, len(every))):
+        solution = own.solve(each, math.inf)
+        if isinstance(solution, SplitSolution):
+            space = simulated(own, own.candidate_of(solution))
+            space.solved_s(each)
+            steps_s.append(space.tried.goal.step_s)
+
+    bound_s = together.bound_s(kin, 2 * min(steps_s))
+
+    assert 0.5 * min(steps_s) < bound_s <= min(steps_s) * (1 + 1e-9)
+    assert together.bound_s(kin, 0.9 * bound_s) == pytest.approx(0.9 * bound_s)
 
 
 @pytest.mark.parametrize("first", [None, ChunkedLoss(rows=1024, gradients="precomputed")])
