@@ -61,6 +61,8 @@ ROUND = 4
 """Multiple of the iterations of all rounds that a single round may take."""
 MOST_MEANS = 2
 """Means of paths of a timetable that come from programs of their own."""
+RELAXED_COLUMNS, RELAXED = 2, 4
+"""Multiples of a program's columns, and of its iterations, that a relaxation may have."""
 STALLED, LITTLE = 6, 0.1
 """Rounds of mixed columns that raise the bound by less of what is missing are the last ones."""
 CLOSE = 1e-6
@@ -91,6 +93,7 @@ class CutPoints:
         """True if entries of the same kinds make the same columns wherever they lie."""
         self.sizes = self.totals([1.0] * downsets.layers).astype(np.intp)
         """[place] Entries before it."""
+        self._between: dict[tuple[int, int], Sequence[int]] = {}
 
     @cached_property
     def is_nested(self) -> NDArray[np.bool_]:
@@ -108,11 +111,13 @@ class CutPoints:
 
     def places_before(self, place: int) -> Sequence[int]:
         """Return what lies before a place."""
-        return self.downsets.difference(0, place)
+        return self.between(0, place)
 
     def between(self, first: int, end: int) -> Sequence[int]:
         """Return what lies between two places, in an order that runs."""
-        return self.downsets.difference(first, end)
+        if (first, end) not in self._between:
+            self._between[first, end] = self.downsets.difference(first, end)
+        return self._between[first, end]
 
     def laid(self, ends: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return all entries in the order of the ranks between some places, and the cuts of it."""
@@ -165,6 +170,24 @@ class ColumnProgram:
         """Number of columns."""
         return len(self._columns)
 
+    def spans_within(self, limit_s: float) -> set[tuple[int, int, int, int]]:
+        """Return rank, first place, end and type of columns on a way of ranks within a limit.
+
+        A rank takes no longer than a step: T >= m t_r + σ_r.
+        """
+        placed, count = self._placed, self._layout.micro_batches
+        alone_s = count * placed.seconds[:, :2].sum(axis=(1, 2)) + placed.sync_s
+        is_within = alone_s <= (limit_s - self._step_s) * (1 + ROUNDING)
+        firsts, ends = placed.first // placed.joints, placed.end // placed.joints
+        for rank in range(1, self._layout.pipeline):
+            begun = ends[is_within & (placed.rank == rank - 1)]
+            is_within &= (placed.rank != rank) | np.isin(firsts, begun)
+        for rank in range(self._layout.pipeline - 2, -1, -1):
+            following = firsts[is_within & (placed.rank == rank + 1)]
+            is_within &= (placed.rank != rank) | np.isin(ends, following)
+        every = np.stack([placed.rank, firsts, ends, placed.number], axis=1)[is_within]
+        return set(map(tuple, every.tolist()))
+
     def cut_s(self, limit_s: float) -> float:
         """Return seconds that no cut simulates below, or `limit_s` if that is less."""
         columns = rank_ways(self._layout, self._placed)
@@ -198,14 +221,18 @@ class ColumnProgram:
         """Return seconds that no mixture of columns simulates below.
 
         Means of paths that are known may do; that of this layout is added where there are fewer
-        than `MOST_MEANS`.  Limits are those of `optimum`.
+        than `MOST_MEANS`.  Limits are those of `optimum`, of which this may take a multiple.
         """
         low_s = max((self.weighted_s(weights) for weights in known), default=0.0)
         few = len(known) < MOST_MEANS
-        if low_s >= limit_s or not few or self._is_too_much(actions, most_columns):
+        if (
+            low_s >= limit_s
+            or not few
+            or self._is_too_much(actions, RELAXED_COLUMNS * most_columns)
+        ):
             return low_s
         program = self._program()
-        low_s = max(low_s, program.solve(limit_s, None, 0, iterations))
+        low_s = max(low_s, program.solve(limit_s, None, 0, RELAXED * iterations))
         known += filter(None, [program.weights()])
         return low_s
 
@@ -289,9 +316,13 @@ def choices_of(
     `of_types` and `numbers` [type] are its columns and how many ranks it has.  With `fastest_only`
     there is one column for all that begin and end alike, no slower than any.
     On its type a rank's layers take at most as long as the limit leaves, at their fastest; those
-    behind it do on whichever type is the fastest.
+    behind it do on whichever type is the fastest.  Of a graph, whose places are many, what ranks
+    may hold is between places of such columns (`spans_within`).
     """
-    some = of_types[0]
+    some, within = of_types[0], None
+    if not fastest_only and not some.places.alike:
+        loose = choices_of(layout, of_types, numbers, links, limit_s, read, fastest_only=True)
+        within = None if loose is None else loose.spans_within(limit_s)
     stages, places, ranks = some.instance.stages, some.places, layout.pipeline
     most_s = (limit_s - some.costs.step_s) / layout.micro_batches * (1 + ROUNDING)
     own_s = [table.fastest_s for table in of_types]
@@ -301,8 +332,8 @@ def choices_of(
     able = [np.arange(len(sizes)) == len(sizes) - 1]
     """[rank, place] True if the ranks from it on can hold what lies behind."""
     for _ in range(ranks):
-        within = total_s[able[-1]] <= total_s[:, None] + most_s
-        able.append((within & places.is_nested[:, able[-1]]).any(axis=1))
+        reached = total_s[able[-1]] <= total_s[:, None] + most_s
+        able.append((reached & places.is_nested[:, able[-1]]).any(axis=1))
     able.reverse()
     columns: list[RankColumn] = []
     where: list[tuple[int, int, int, int]] = []
@@ -321,6 +352,8 @@ def choices_of(
             ends &= (layers >= least_layers) & (layers <= most_layers)
             ends &= totals_s[number] <= totals_s[number][first] + most_s
             for end in np.flatnonzero(ends).tolist():
+                if within is not None and (rank, first, end, number) not in within:
+                    continue
                 options = of_types[number].columns_between(
                     rank, first, end, fastest_only=fastest_only
                 )
@@ -389,6 +422,10 @@ class Columns:
         """[rank, kind] Options that no other is as fast as with as few bytes."""
         self._least_of: dict[tuple[int, int], LeastFigures] = {}
         """By rank and kind."""
+        self._sums: dict[tuple[object, ...], tuple[list[int], Indices, Floats]] = {}
+        """Choices of the main kind that are within memory by sums of bytes."""
+        self._least_s: dict[tuple[object, ...], float] = {}
+        """By rank and the number of entries of each kind: least seconds within memory by sums."""
 
     def columns_between(
         self, rank: int, first: int, end: int, *, fastest_only: bool = False
@@ -427,6 +464,8 @@ class Columns:
     ) -> list[RankColumn] | None:
         if self._too_many(kinds):
             return None
+        if not self._may_fit(rank, (first, end)):
+            return []
         most, others, numbers = self._main_kind_and_rest(kinds)
         tables = self.instance.kinds
         columns = []
@@ -507,6 +546,9 @@ class Columns:
         within memory by sums of bytes, which are no more than what ranks hold, and quicker.
         Options are those `among` the main kind's where given.
         """
+        key = rank, most, tuple(sorted(given.items())), among is None
+        if key in self._sums:
+            return self._sums[key]
         (main, number), tables = most, self.instance.kinds
         table = tables[main]
         order = sorted(among or range(len(table)), key=lambda at: table[at].time_s)
@@ -522,7 +564,8 @@ class Columns:
         widest = np.where(numbers > 0, transient, 0.0).max(axis=1, initial=0.0)
         widest = np.maximum(widest, max((option.transient_bytes for option in others), default=0.0))
         able &= summed_bytes + widest <= stage.room_bytes + ROUNDING * np.abs(summed_bytes)
-        return order, numbers[able], passes_s[able]
+        self._sums[key] = order, numbers[able], passes_s[able]
+        return self._sums[key]
 
     def _quickest(
         self, rank: int, first: int, end: int, kinds: tuple[int, ...]
@@ -543,13 +586,10 @@ class Columns:
         summed_bytes = sum(number * of_kind.summed_bytes for of_kind, number in least)
         summed_bytes += max((of_kind.transient_bytes for of_kind, _ in least), default=0.0)
         if summed_bytes > stage.free_bytes:
-            worth = {kind: self._worthwhile(rank, kind) for kind in counts}
-            most, others, numbers = self._main_kind_and_rest(kinds, worth)
-            least_s = math.inf
-            for beside in numbers:
-                given = dict(zip(others, beside, strict=True))
-                _, _, passes_s = self._within_sums(rank, most, given, worth[most[0]])
-                least_s = min(least_s, float(passes_s.min(initial=math.inf)))
+            key = rank, *sorted(counts.items())
+            if key not in self._least_s:
+                self._least_s[key] = self._least_within(rank, kinds)
+            least_s = self._least_s[key]
         if least_s == math.inf:
             return []
         column = self._column(rank, first, end, self._fastest(rank, kinds))
@@ -557,6 +597,17 @@ class Columns:
         last = max(stage for stage, home in enumerate(self._home) if home == rank)
         column.seconds[1, last] += max(0.0, more_s * (1 - ROUNDING))
         return [column]
+
+    def _least_within(self, rank: int, kinds: tuple[int, ...]) -> float:
+        """Return the least seconds of entries of some kinds within memory by sums of bytes."""
+        worth = {kind: self._worthwhile(rank, kind) for kind in set(kinds)}
+        most, others, numbers = self._main_kind_and_rest(kinds, worth)
+        least_s = math.inf
+        for beside in numbers:
+            given = dict(zip(others, beside, strict=True))
+            _, _, passes_s = self._within_sums(rank, most, given, worth[most[0]])
+            least_s = min(least_s, float(passes_s.min(initial=math.inf)))
+        return least_s
 
     def _worthwhile(self, rank: int, kind: int) -> list[int]:
         """Return the options of a kind that may make the fastest choice of a rank within sums."""
@@ -612,6 +663,15 @@ class Columns:
             for kind in others
         )
         return (main, counts[main]), others, itertools.product(*combinations)
+
+    def _may_fit(self, rank: int, span: tuple[int, int]) -> bool:
+        """Return whether the least bytes of any options are within memory."""
+        used = self.instance.used_bytes
+        if used is None or used.fewest is None:
+            return True
+        layers, before = self.places.between(*span), self.places.places_before(span[0])
+        capacity = self.instance.stages[rank].capacity_bytes
+        return used.fewest(rank, before, layers) <= capacity + ROUNDING * abs(capacity)
 
     def _fits(self, rank: int, span: tuple[int, int], options: tuple[int, ...]) -> bool:
         instance = self.instance

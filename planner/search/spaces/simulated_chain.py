@@ -55,10 +55,8 @@ if TYPE_CHECKING:
 WITHIN_MEMORY, CUT, OPTIMUM, SETTLED = range(LAYOUT + 1, LAYOUT + 5)
 """Levels of a layout, by what is known: all of its memory; the least of all cuts by paths that stay
 with a rank; the exact optimum of the bound; that of the simulated step."""
-MIXED_COLUMNS = 500
-"""Most columns of all choices whose mixtures are looked at."""
-RELAXED = 4
-"""Multiple of a program's iterations of the simplex algorithm that its relaxation may take."""
+MIXED_COLUMNS = 250
+"""Most columns of a program of all choices whose relaxation is looked at."""
 NAMES = (
     "configuration groups within memory",
     "parts with sharing",
@@ -229,7 +227,7 @@ class SimulatedChain(Families):
                     self._means.setdefault(key, []),
                     actions=effort.actions,
                     most_columns=effort.columns if fastest_only else MIXED_COLUMNS,
-                    iterations=RELAXED * effort.iterations,
+                    iterations=effort.iterations,
                 )
                 found_s = max(found_s, mixed_s)
             if found_s >= limit_s:
