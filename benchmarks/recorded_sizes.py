@@ -45,6 +45,7 @@ TYPES = (
     "bitnet cohere cohere2 ctrl cwm diffllama doge dots1 ernie4_5 ernie4_5_moe exaone_moe "
     "flex_olmo glm glm4 granitemoe granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe "
     "minicpm3 nanochat phimoe seed_oss solar_open vaultgemma xglm afmoe "
+    "jais2 ministral internlm3 "
 )
 LARGE = (
     "deepseek_v32 dots1 exaone_moe glm_moe_dsa longcat_flash mimo_v2_flash minimax minimax_m2 "
@@ -152,7 +153,8 @@ def page() -> str:
         f"`meshwright plan FOLDER:recorded` of {len(rows)} types of transformers, each in a "
         f"process of its own, without weights. {len(rows) - len(over)} are planned in at most "
         f"{MOST_CPU_S} CPU seconds and {MOST_BYTES / 1e9:g} GB; {len(TYPES.split()) - len(rows)} "
-        "types of the list were not measured. "
+        "types of the list were not measured. The machine did other work meanwhile, on which "
+        "CPU seconds depend. "
         "`python -m benchmarks.recorded_sizes --page` writes this page; configurations have "
         "the sizes of a checkpoint (`benchmarks/recorded_sizes.yaml`; two were compared with a "
         "published page, the others are not verified), or are the "

@@ -401,6 +401,8 @@ def nearest(name: str, names: list[str]) -> str:
     "did you mean 'minimax_m2'?"
     >>> nearest("facebook-llama-3.1-8b", ["llama-3.1-8b", "llama-3.1-70b"])
     "did you mean 'llama-3.1-8b' or 'llama-3.1-70b'?"
+    >>> nearest("dbrx", ["bert", "gpt2"])
+    'known: bert, gpt2'
     """
     word = name.strip().lower()
     begun = [k for k in names if word and k.lower().startswith(word)]
@@ -416,6 +418,8 @@ def nearest(name: str, names: list[str]) -> str:
 def _is_of_family(word: str, name: str) -> bool:
     """Return whether the first part of a name is about a part of a word, or both are nearly one."""
     parts, (first, *others) = re.split(r"[-_.]", word), re.split(r"[-_.]", name)
+    if len(parts) == 1 and not others:
+        return _likeness(word, name) >= 0.6
     if len(parts) == 1 or not others or _likeness(word, name) >= 0.75:
         return True
     return any(_likeness(part, first) >= 0.5 for part in parts)
