@@ -29,7 +29,7 @@ class Effort:
     """Stages of the layouts whose memory is looked at."""
     cut_stages: int = 1_000
     """Stages of the layouts whose cuts are gone through."""
-    layouts: int = 100
+    layouts: int = 200
     """Layouts on devices that differ whose memory is looked at; those of any loss count as one."""
     solved: int = 24
     """Layouts whose partition problems are solved."""
