@@ -149,7 +149,7 @@ class Cuts:
             if schedule_of(layout.executed_schedule.name).phi_bound and count >= 2 * ranks
             else 0
         )
-        forward_s, whole_s, inputs_s, weight_s = np.moveaxis(placed.seconds, 1, 0)
+        forward_s, whole_s, inputs_s, _ = np.moveaxis(placed.seconds, 1, 0)
         passes_s = (forward_s + whole_s).sum(axis=1)
         first = np.arange(len(placed.rank)), placed.rank
         drain = drained_backwards(
@@ -159,7 +159,7 @@ class Cuts:
         straight_s = np.zeros(len(passes_s))
         if drain is not None:
             behind, whole = drain
-            own_s = own_s - weight_s @ behind
+            own_s = own_s - (whole_s - inputs_s) @ behind
             back_s = np.where(whole[placed.rank], whole_s[first], inputs_s[first])
             straight_s = forward_s[first] + back_s + self._hops_s
         self._alone_s = count * passes_s + placed.sync_s
