@@ -140,7 +140,7 @@ def drained_backwards(
 def rank_ways(layout: Layout, placed: Placed) -> RankWays:
     """Return columns with the seconds of the paths that stay with their rank."""
     count = layout.micro_batches
-    forward_s, whole_s, inputs_s, weight_s = np.moveaxis(placed.seconds, 1, 0)
+    forward_s, whole_s, inputs_s, _ = np.moveaxis(placed.seconds, 1, 0)
     passes_s = (forward_s + whole_s).sum(axis=1)
     first = np.arange(len(placed.rank)), placed.rank
     drain = drained_backwards(
@@ -150,7 +150,7 @@ def rank_ways(layout: Layout, placed: Placed) -> RankWays:
     straight_s = np.zeros(len(passes_s))
     if drain is not None:
         behind, whole = drain
-        own_s = own_s - weight_s @ behind
+        own_s = own_s - (whole_s - inputs_s) @ behind
         back_s = np.where(whole[placed.rank], whole_s[first], inputs_s[first])
         straight_s = forward_s[first] + back_s
     return RankWays(

@@ -79,7 +79,11 @@ class RankColumn:
     rank: int
     options: tuple[int, ...]
     seconds: Floats
-    """[kind, stage] Seconds of one micro-batch; 0 for the stages of other ranks."""
+    """[kind, stage] Seconds of one micro-batch; 0 for the stages of other ranks.
+
+    Those of the gradients of inputs are what they take beside the backward less the weights: no
+    more than 0, where these are the least of several choices.
+    """
     sync_s: float
     update_s: float
 
@@ -422,6 +426,8 @@ class Columns:
         """[rank, kind] Options that no other is as fast as with as few bytes."""
         self._least_of: dict[tuple[int, int], LeastFigures] = {}
         """By rank and kind."""
+        self._figures: dict[str, Floats] = {}
+        """By kind of layer."""
         self._sums: dict[tuple[object, ...], tuple[list[int], Indices, Floats]] = {}
         """Choices of the main kind that are within memory by sums of bytes."""
         self._least_s: dict[tuple[object, ...], float] = {}
@@ -478,7 +484,7 @@ class Columns:
             slower = [
                 entry
                 for faster, falling in earlier
-                if no_slower(faster, taken)
+                if no_slower(faster, taken) and not any(map(self._has_trades, others))
                 for entry in falling
             ]
             before = len(slower)
@@ -486,6 +492,12 @@ class Columns:
                 columns.append(self._column(rank, first, end, options))
             earlier.append((taken, slower[before:]))
         return columns
+
+    def _has_trades(self, kind: int) -> bool:
+        """Return whether options of a kind take less forward and more backward than others."""
+        table = self.instance.kinds[kind]
+        least_s = min(option.forward_s for option in table), min(o.backward_s for o in table)
+        return all((option.forward_s, option.backward_s) != least_s for option in table)
 
     def _seconds_of(self, kinds: Sequence[int]) -> Callable[[Sequence[Sequence[int]]], float]:
         """Return what tells the seconds of options [kind][layer]."""
@@ -521,6 +533,7 @@ class Columns:
         order, numbers, _ = self._within_sums(rank, most, given)
         stored = [tables[main][at].stored_bytes for at in order]
         compares = self._layout.virtual_stages == 1 or stored == sorted(stored, reverse=True)
+        compares &= not self._has_trades(main)
         for number in numbers.tolist():
             slower = tuple(itertools.accumulate(reversed(number[1:])))[::-1]
             if compares and any(
@@ -592,11 +605,40 @@ class Columns:
             least_s = self._least_s[key]
         if least_s == math.inf:
             return []
-        column = self._column(rank, first, end, self._fastest(rank, kinds))
+        column = self._column(rank, first, end, self._fastest(rank, kinds), least=True)
         more_s = least_s - fastest_s
-        last = max(stage for stage, home in enumerate(self._home) if home == rank)
-        column.seconds[1, last] += max(0.0, more_s * (1 - ROUNDING))
+        if not any(self._trades(position) for position in self._positions(rank, first, end, kinds)):
+            last = max(stage for stage, home in enumerate(self._home) if home == rank)
+            column.seconds[1, last] += max(0.0, more_s * (1 - ROUNDING))
         return [column]
+
+    def _positions(self, rank: int, first: int, end: int, kinds: tuple[int, ...]) -> Iterator[int]:
+        """Yield the positions of the layers between two places."""
+        options = self._numbers((first, end), self._fastest(rank, kinds))
+        for layers in self._contents(rank, first, end, options).values():
+            yield from (position for position, _ in layers)
+
+    def _trades(self, position: int) -> bool:
+        """Return whether no choice of a layer takes the least in all that it does."""
+        figures = self._every(position)
+        return not (figures == figures.min(axis=0)).all(axis=1).any()
+
+    def _every(self, position: int) -> Floats:
+        """[choice, kind of action] Seconds of a layer: forward, backward, its inputs, weights."""
+        kind = self._problem.model.chain_kinds[position]
+        if kind not in self._figures:
+            self._figures[kind] = np.array(
+                [
+                    (
+                        part.forward_s,
+                        part.backward_s,
+                        part.backward_s - part.figures.weight_s,
+                        part.figures.weight_s,
+                    )
+                    for part in self.costs.parts[kind]
+                ]
+            )
+        return self._figures[kind]
 
     def _least_within(self, rank: int, kinds: tuple[int, ...]) -> float:
         """Return the least seconds of entries of some kinds within memory by sums of bytes."""
@@ -694,7 +736,19 @@ class Columns:
         """[stage] Position and choice of its layers."""
         return self._problem.contents(rank, first, options)
 
-    def _column(self, rank: int, first: int, end: int, options: tuple[int, ...]) -> RankColumn:
+    def _column(
+        self,
+        rank: int,
+        first: int,
+        end: int,
+        options: tuple[int, ...],
+        *,
+        least: bool = False,
+    ) -> RankColumn:
+        """Return the column of some options, or of the `least` that each layer's choices take.
+
+        One choice may take less forward and another less backward: the loss in chunks.
+        """
         layout, action_s = self._layout, self.costs.action_s
         stages, splits = layout.stages, layout.executed_schedule.splits_backward
         seconds = np.zeros((len(KINDS), stages))
@@ -703,6 +757,11 @@ class Columns:
         for stage, layers in self._contents(rank, first, end, options).items():
             figures = np.sum([self._layer(at, choice) for at, choice in layers], axis=0)
             forward_s, backward_s, weight_s, synced_s, updated_s = figures
+            if least:
+                every = sum(self._every(at).min(axis=0) for at, _ in layers)
+                forward_s, backward_s, input_s, weight_s = np.asarray(every).tolist()
+                # Of choices that differ the least is no more than the difference of the others.
+                seconds[2, stage] = splits * min(0.0, input_s - (backward_s - weight_s))
             seconds[0, stage] = forward_s + action_s
             seconds[1, stage] = backward_s + (1 + splits) * action_s
             if splits:
@@ -786,7 +845,7 @@ def join_columns(
         mine = rank_of == rank
         seconds[mine, kind, stage] += costs.waits * each_s[mine]
     if layout.executed_schedule.splits_backward:
-        seconds[:, 2] = seconds[:, 1] - seconds[:, 3]
+        seconds[:, 2] += seconds[:, 1] - seconds[:, 3]
     chosen = [columns[at] for at in places.tolist()]
     return chosen, Placed(
         rank=rank_of,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import time
 from dataclasses import replace
@@ -28,6 +29,7 @@ from meshwright.planner.search.bounds import device_counts
 from meshwright.planner.search.bounds.degree_bounds import DegreeBounds
 from meshwright.planner.search.bounds.device_counts import LeastSteps
 from meshwright.planner.search.cluster_parts import PartAnswer, search_parts
+from meshwright.planner.search.plan_candidate import Ranked
 from meshwright.planner.search.plan_preference import Prefer, with_preference
 from meshwright.planner.search.proof_budget import BRIEF, USUAL, Effort
 from meshwright.planner.search.search import search
@@ -129,6 +131,21 @@ def test_a_whole_that_bounds_leave_open_is_searched(monkeypatch: pytest.MonkeyPa
 
     assert answer.prediction.step_time_s <= whole.prediction.step_time_s * (1 + 1e-9)
     assert answer.certificate.gap < 0.01
+
+
+def test_a_bound_of_any_loss_is_below_a_plan_whose_loss_trades_passes() -> None:
+    """The loss in chunks takes more forward and less backward: neither is the least of both.
+
+    Taken for the least, it bounded 10 devices above a plan of theirs, beside a plan of 8.
+    """
+    request, _ = drawn(19)
+    eight = resolve_cluster("10x1xh100-sxm-80gb:8x1")
+    other = search(replace(request, cluster=eight, called="10x1xh100-sxm-80gb:8x1"))
+    beside = Ranked(plan=other.plan, objective_s=math.inf, prediction=other.prediction)
+
+    answer = search(request, faster_than=beside)
+
+    assert answer.prediction.step_time_s < other.prediction.step_time_s
 
 
 def degrees_of(layout: Layout) -> Degrees:
