@@ -478,7 +478,9 @@ def import_plan(
             training=training,
             stages=stages,
             read_from=reader,
-            not_understood=tuple(word[:200] for word in not_understood(unknown, reader))[:MOST_WORDS],
+            not_understood=tuple(word[:200] for word in not_understood(unknown, reader))[
+                :MOST_WORDS
+            ],
         )
     except ValidationError as error:
         raise first_error(error) from error

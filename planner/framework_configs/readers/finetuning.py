@@ -13,8 +13,8 @@ from typing import Any
 from meshwright.planner.documents.profile import ChunkedLoss
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.framework_configs.bash.interpreter import ScriptEnvironment
-from meshwright.planner.framework_configs.readers import input_limits as limits
 from meshwright.planner.framework_configs.readers import deepspeed, megatron, transformers
+from meshwright.planner.framework_configs.readers import input_limits as limits
 from meshwright.planner.framework_configs.readers.adapter_targets import is_pattern, modules_of
 from meshwright.planner.framework_configs.readers.parsed_config import (
     ParsedConfig,
@@ -434,9 +434,7 @@ def of_ms_swift(data: Data, surroundings: ScriptEnvironment | None = None) -> Pa
     return _in_own_words(config, settings, data)
 
 
-def _fsdp_of_swift(
-    rest: dict[str, Any], surroundings: ScriptEnvironment | None
-) -> dict[str, Any]:
+def _fsdp_of_swift(rest: dict[str, Any], surroundings: ScriptEnvironment | None) -> dict[str, Any]:
     """Return the trainer's settings for `fsdp`: a set of ms-swift by its name, or a file."""
     name = rest.get("fsdp")
     if not isinstance(name, str) or name == "fsdp2":

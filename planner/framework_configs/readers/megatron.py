@@ -13,8 +13,8 @@ from typing import Any
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.framework_configs.bash.interpreter import ScriptEnvironment
 from meshwright.planner.framework_configs.megatron import RECIPES
-from meshwright.planner.framework_configs.readers import input_limits as limits
 from meshwright.planner.framework_configs.readers import deepspeed, megatron, shell
+from meshwright.planner.framework_configs.readers import input_limits as limits
 from meshwright.planner.framework_configs.readers.interpolation import resolve
 from meshwright.planner.framework_configs.readers.megatron_model import (
     OTHER_MODELS,

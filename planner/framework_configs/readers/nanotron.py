@@ -5,9 +5,12 @@ from __future__ import annotations
 from meshwright.planner.architectures.architecture import architecture_of
 from meshwright.planner.documents.model import Architecture
 from meshwright.planner.errors import DocumentError
-from meshwright.planner.errors import DocumentError
 from meshwright.planner.framework_configs.readers import input_limits as limits
-from meshwright.planner.framework_configs.readers.parsed_config import OWN_FAMILY, ParsedConfig, Settings
+from meshwright.planner.framework_configs.readers.parsed_config import (
+    OWN_FAMILY,
+    ParsedConfig,
+    Settings,
+)
 from meshwright.planner.schedules import PLAIN, schedule_of
 from meshwright.planner.schedules.pipeline_schedules import GPIPE
 

@@ -199,9 +199,11 @@ def _candidates(way: ScriptPath) -> list[tuple[str, ...]]:
         command
         for command in way.commands
         if _use_of_weights(command) is None
-        and (any(re.match(r"--[A-Za-z]", word) for word in command)
-        or any(word.endswith((".py", ".yaml", ".yml")) for word in command)
-        or any(word.startswith("verl.") for word in command))
+        and (
+            any(re.match(r"--[A-Za-z]", word) for word in command)
+            or any(word.endswith((".py", ".yaml", ".yml")) for word in command)
+            or any(word.startswith("verl.") for word in command)
+        )
     ]
 
 
@@ -219,8 +221,15 @@ _USES: dict[str, str] = {
 }
 """Commands of programs that use weights and train none."""
 _USING_MODULES = frozenset(
-    "axolotl.cli.inference axolotl.cli.preprocess axolotl.cli.merge_lora sglang.launch_server "
-    "vllm.entrypoints.openai.api_server verl.model_merger lm_eval".split()
+    [
+        "axolotl.cli.inference",
+        "axolotl.cli.preprocess",
+        "axolotl.cli.merge_lora",
+        "sglang.launch_server",
+        "vllm.entrypoints.openai.api_server",
+        "verl.model_merger",
+        "lm_eval",
+    ]
 )
 
 
