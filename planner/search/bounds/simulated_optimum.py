@@ -174,7 +174,7 @@ class ColumnProgram:
         """Number of columns."""
         return len(self._columns)
 
-    def spans_within(self, limit_s: float) -> set[tuple[int, int, int, int]]:
+    def feasible_spans(self, limit_s: float) -> set[tuple[int, int, int, int]]:
         """Return rank, first place, end and type of columns on a way of ranks within a limit.
 
         A rank takes no longer than a step: T >= m t_r + σ_r.
@@ -321,12 +321,12 @@ def choices_of(
     there is one column for all that begin and end alike, no slower than any.
     On its type a rank's layers take at most as long as the limit leaves, at their fastest; those
     behind it do on whichever type is the fastest.  Of a graph, whose places are many, what ranks
-    may hold is between places of such columns (`spans_within`).
+    may hold is between places of such columns (`feasible_spans`).
     """
     some, within = of_types[0], None
     if not fastest_only and not some.places.alike:
         loose = choices_of(layout, of_types, numbers, links, limit_s, read, fastest_only=True)
-        within = None if loose is None else loose.spans_within(limit_s)
+        within = None if loose is None else loose.feasible_spans(limit_s)
     stages, places, ranks = some.instance.stages, some.places, layout.pipeline
     most_s = (limit_s - some.costs.step_s) / layout.micro_batches * (1 + ROUNDING)
     own_s = [table.fastest_s for table in of_types]
@@ -470,7 +470,7 @@ class Columns:
     ) -> list[RankColumn] | None:
         if self._too_many(kinds):
             return None
-        if not self._may_fit(rank, (first, end)):
+        if not self._fits_leanest(rank, (first, end)):
             return []
         most, others, numbers = self._main_kind_and_rest(kinds)
         tables = self.instance.kinds
@@ -484,7 +484,7 @@ class Columns:
             slower = [
                 entry
                 for faster, falling in earlier
-                if no_slower(faster, taken) and not any(map(self._has_trades, others))
+                if no_slower(faster, taken) and not any(map(self._trades_passes, others))
                 for entry in falling
             ]
             before = len(slower)
@@ -493,7 +493,7 @@ class Columns:
             earlier.append((taken, slower[before:]))
         return columns
 
-    def _has_trades(self, kind: int) -> bool:
+    def _trades_passes(self, kind: int) -> bool:
         """Return whether options of a kind take less forward and more backward than others."""
         table = self.instance.kinds[kind]
         least_s = min(option.forward_s for option in table), min(o.backward_s for o in table)
@@ -533,7 +533,7 @@ class Columns:
         order, numbers, _ = self._within_sums(rank, most, given)
         stored = [tables[main][at].stored_bytes for at in order]
         compares = self._layout.virtual_stages == 1 or stored == sorted(stored, reverse=True)
-        compares &= not self._has_trades(main)
+        compares &= not self._trades_passes(main)
         for number in numbers.tolist():
             slower = tuple(itertools.accumulate(reversed(number[1:])))[::-1]
             if compares and any(
@@ -601,13 +601,15 @@ class Columns:
         if summed_bytes > stage.free_bytes:
             key = rank, *sorted(counts.items())
             if key not in self._least_s:
-                self._least_s[key] = self._least_within(rank, kinds)
+                self._least_s[key] = self._knapsack_s(rank, kinds)
             least_s = self._least_s[key]
         if least_s == math.inf:
             return []
         column = self._column(rank, first, end, self._fastest(rank, kinds), least=True)
         more_s = least_s - fastest_s
-        if not any(self._trades(position) for position in self._positions(rank, first, end, kinds)):
+        if not any(
+            self._is_trade(position) for position in self._positions(rank, first, end, kinds)
+        ):
             last = max(stage for stage, home in enumerate(self._home) if home == rank)
             column.seconds[1, last] += max(0.0, more_s * (1 - ROUNDING))
         return [column]
@@ -618,12 +620,12 @@ class Columns:
         for layers in self._contents(rank, first, end, options).values():
             yield from (position for position, _ in layers)
 
-    def _trades(self, position: int) -> bool:
+    def _is_trade(self, position: int) -> bool:
         """Return whether no choice of a layer takes the least in all that it does."""
-        figures = self._every(position)
+        figures = self._pass_seconds(position)
         return not (figures == figures.min(axis=0)).all(axis=1).any()
 
-    def _every(self, position: int) -> Floats:
+    def _pass_seconds(self, position: int) -> Floats:
         """[choice, kind of action] Seconds of a layer: forward, backward, its inputs, weights."""
         kind = self._problem.model.chain_kinds[position]
         if kind not in self._figures:
@@ -640,7 +642,7 @@ class Columns:
             )
         return self._figures[kind]
 
-    def _least_within(self, rank: int, kinds: tuple[int, ...]) -> float:
+    def _knapsack_s(self, rank: int, kinds: tuple[int, ...]) -> float:
         """Return the least seconds of entries of some kinds within memory by sums of bytes."""
         worth = {kind: self._worthwhile(rank, kind) for kind in set(kinds)}
         most, others, numbers = self._main_kind_and_rest(kinds, worth)
@@ -706,7 +708,7 @@ class Columns:
         )
         return (main, counts[main]), others, itertools.product(*combinations)
 
-    def _may_fit(self, rank: int, span: tuple[int, int]) -> bool:
+    def _fits_leanest(self, rank: int, span: tuple[int, int]) -> bool:
         """Return whether the least bytes of any options are within memory."""
         used = self.instance.used_bytes
         if used is None or used.fewest is None:
@@ -758,7 +760,7 @@ class Columns:
             figures = np.sum([self._layer(at, choice) for at, choice in layers], axis=0)
             forward_s, backward_s, weight_s, synced_s, updated_s = figures
             if least:
-                every = sum(self._every(at).min(axis=0) for at, _ in layers)
+                every = sum(self._pass_seconds(at).min(axis=0) for at, _ in layers)
                 forward_s, backward_s, input_s, weight_s = np.asarray(every).tolist()
                 # Of choices that differ the least is no more than the difference of the others.
                 seconds[2, stage] = splits * min(0.0, input_s - (backward_s - weight_s))

@@ -89,7 +89,7 @@ class GraphColumns(Columns):
         if self._sure(kinds, fastest) and self._fits(rank, (first, end), fastest):
             return [self._column(rank, first, end, fastest)]
         if self._too_many(kinds):
-            may_fit = self._may_fit(rank, (first, end))
+            may_fit = self._fits_leanest(rank, (first, end))
             return self._quickest(rank, first, end, kinds) if may_fit else []
         return super()._new(rank, first, end, kinds)
 
