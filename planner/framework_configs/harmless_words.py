@@ -104,7 +104,7 @@ _LLAMA_FACTORY = """
     print_param_status data_shared_file_system create_new_adapter adapter_name_or_path
     adapter_folder image_max_pixels image_min_pixels video_.* double_quantization
     early_stopping_steps ignore_pad_token_for_loss compute_accuracy export_.* infer_.*
-    rope_scaling image_resolution pref_beta use_fast_tokenizer model_class train_dataset eval_dataset
+    rope_scaling image_resolution pref_beta use_fast_tokenizer model_class train_dataset
     sample_backend max_new_tokens num_train_epochs batching_workers dist_timeout full_determinism
     dist_config\\.dcp_path peft_config\\.lora_dropout save_ckpt_as_hf extra_config
 """
@@ -148,7 +148,8 @@ _VERL = """
     actor_rollout_ref\\.actor\\.(clip_.*|kl_loss_.*|use_kl_loss|entropy_coeff|ppo_epochs|shuffle)
     actor_rollout_ref\\.actor\\.(loss_agg_mode|checkpoint|policy_loss|data_loader_seed|loss_scale.*)
     actor_rollout_ref\\.actor\\.optim\\.(lr_.*|min_lr_ratio|warmup_style|total_training_steps|num_.*)
-    actor_rollout_ref\\.actor\\.fsdp_config\\.wrap_policy .*\\._target_ .*\\.(betas|clip_grad|min_lr)
+    actor_rollout_ref\\.actor\\.fsdp_config\\.wrap_policy .*\\._target_
+    .*\\.(betas|clip_grad|min_lr)
     actor_rollout_ref\\.(ref|actor\\.profiler|actor\\.router_replay)(\\..*)? profiler.*
     actor_rollout_ref\\.actor\\.(rollout_n|calculate_.*|tau_.*|grad_clip|freeze_vision_tower)
     .*\\.(dist_checkpointing_.*|use_dist_checkpointing|full_determinism|forward_only)

@@ -388,20 +388,9 @@ def import_plan(
     """
     if of not in READERS:
         raise DocumentError("from", f"is '{of:.40}'; {nearest(of, list(READERS))}")
-    is_script = of in _OF_DOCUMENTS and shell.is_script(text)
-    reader = "slurm" if is_script else of
-    config = (
-        READERS[reader](text, surroundings) if reader in _LOOK_AROUND else READERS[reader](text)
-    )
-    if not config.understood:
-        unread = ", ".join(config.unknown[:3])
-        also = f" (it has {unread})" if unread else ""
-        raise DocumentError(
-            of, f"no setting was understood{also}; give the file that the framework reads"
-        )
+    reader = "slurm" if of in _OF_DOCUMENTS and shell.is_script(text) else of
+    config = _config_of(text, of, reader, surroundings)
     assumed = list(config.assumed)
-    if is_script:
-        assumed.append("a script: the command that it starts is read (--from slurm)")
     graph = model if model is not None else _model(config, assumed)
     names = str(config.model.get("registered", ""))
     if model is not None and names and _catalogue_name(names) != graph.name:
@@ -491,6 +480,29 @@ def import_plan(
         unknown=unknown,
         without_effect=tuple(dict.fromkeys(config.without_effect)),
     )
+
+
+def _config_of(
+    text: str, of: str, reader: str, surroundings: ScriptEnvironment | None
+) -> ParsedConfig:
+    """Return what a reader makes of a text; DocumentError if it understands no setting."""
+    config = (
+        READERS[reader](text, surroundings) if reader in _LOOK_AROUND else READERS[reader](text)
+    )
+    if not config.understood:
+        unread = ", ".join(config.unknown[:3])
+        also = f" (it has {unread})" if unread else ""
+        raise DocumentError(
+            of, f"no setting was understood{also}; give the file that the framework reads"
+        )
+    if reader != of:
+        config.assumed.append("a script: the command that it starts is read (--from slurm)")
+    return config
+
+
+def _words_of(unknown: Sequence[str], reader: str) -> tuple[str, ...]:
+    """Return the words that may change seconds or bytes, as a plan keeps them."""
+    return tuple(word[:200] for word in not_understood(unknown, reader))[:MOST_WORDS]
 
 
 def _model(config: ParsedConfig, assumed: list[str]) -> ModelGraph:

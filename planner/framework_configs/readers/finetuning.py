@@ -377,15 +377,7 @@ def of_ms_swift(data: Data, surroundings: ScriptEnvironment | None = None) -> Pa
     settings = Settings({key: value for key, value in data.items() if key in _OF_MS_SWIFT})
     rest = {key: value for key, value in data.items() if key not in _OF_MS_SWIFT}
     rest = _DEFAULTS_OF_SWIFT | rest
-    stage = settings.word("deepspeed")
-    if stage in _STAGES:
-        zero: dict[str, Any] = {"stage": int(stage[4])}
-        if stage.endswith("_offload"):
-            places = ("optimizer", "param") if zero["stage"] == 3 else ("optimizer",)
-            zero |= {f"offload_{name}": {"device": "cpu", "pin_memory": True} for name in places}
-        rest["deepspeed"] = {"zero_optimization": zero}
-    elif stage is not None:
-        rest["deepspeed"] = stage
+    rest |= _deepspeed_of_swift(settings.word("deepspeed"))
     rest |= _fsdp_of_swift(rest, surroundings)
     attention = {
         "sdpa": "sdpa",
@@ -417,14 +409,7 @@ def of_ms_swift(data: Data, surroundings: ScriptEnvironment | None = None) -> Pa
     weights = _frozen_weights(settings, "quant_bits", "quant_method", "bnb_4bit_quant_type")
     if kind == "lora":
         rank, alpha = settings.count("lora_rank") or 8, settings.amount("lora_alpha") or 32.0
-        targets = [word for text in settings.words("target_modules") for word in text.split()]
-        if "target_modules" in settings and not targets:
-            settings.name("target_modules")
-        pattern = settings.word("target_regex")
-        if pattern is not None:
-            targets = modules_of(pattern) or []
-            if not targets:
-                settings.name("target_regex")
+        targets = _targets_of_swift(settings)
         transformers.adapters(config, rank=rank, alpha=alpha, targets=targets, weights=weights)
         transformers.read_dropout(settings, config, usual=_DROPOUT_OF_SWIFT)
     else:
@@ -432,6 +417,31 @@ def of_ms_swift(data: Data, surroundings: ScriptEnvironment | None = None) -> Pa
         if weights != "full":
             settings.name("quant_bits")
     return _in_own_words(config, settings, data)
+
+
+def _targets_of_swift(settings: Settings) -> list[str]:
+    """Return the modules that get an adapter, by their names or by one pattern."""
+    targets = [word for text in settings.words("target_modules") for word in text.split()]
+    if "target_modules" in settings and not targets:
+        settings.name("target_modules")
+    pattern = settings.word("target_regex")
+    if pattern is None:
+        return targets
+    modules = modules_of(pattern)
+    if modules is None:
+        settings.name("target_regex")
+    return modules or []
+
+
+def _deepspeed_of_swift(stage: str | None) -> dict[str, Any]:
+    """Return the trainer's settings for `deepspeed`: a set of ms-swift by its name, or a file."""
+    if stage not in _STAGES:
+        return {} if stage is None else {"deepspeed": stage}
+    zero: dict[str, Any] = {"stage": int(stage[4])}
+    if stage.endswith("_offload"):
+        places = ("optimizer", "param") if zero["stage"] == 3 else ("optimizer",)
+        zero |= {f"offload_{name}": {"device": "cpu", "pin_memory": True} for name in places}
+    return {"deepspeed": {"zero_optimization": zero}}
 
 
 def _fsdp_of_swift(rest: dict[str, Any], surroundings: ScriptEnvironment | None) -> dict[str, Any]:

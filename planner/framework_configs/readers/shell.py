@@ -105,7 +105,8 @@ def is_script(text: str) -> bool:
 _SHELL = re.compile(r"#!.*\b(ba|da|k|z)?sh\b")
 _STARTS = re.compile(
     r"^[ \t]*(?!//|#)[\w$\"'./{}~-]+(=\S+)?([ \t]+[^\n#{[(]*)?[ \t](--[A-Za-z]|\\$)"
-    r"|^[ \t]*(swift|megatron|llamafactory-cli|axolotl|trl|litgpt|accelerate|torchrun|python3?)[ \t]",
+    r"|^[ \t]*(swift|megatron|llamafactory-cli|axolotl|trl|litgpt|accelerate|torchrun|python3?)"
+    r"[ \t]",
     re.MULTILINE,
 )
 """A command with an option, or that goes on in the next line."""

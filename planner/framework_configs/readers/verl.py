@@ -77,11 +77,8 @@ def of_settings(data: Mapping[str, Any]) -> ParsedConfig:
     config = ParsedConfig(framework=strategy, precision="bf16")
     if strategy == "fsdp" and actor.ignore("strategy") != "fsdp2":
         config.options.append("wide-states")
-    each, nodes = trainer.devices("n_gpus_per_node"), trainer.devices("nnodes")
-    if "n_gpus_per_node" not in trainer:
-        each = 8
-    if "nnodes" not in trainer:
-        nodes = 1
+    each = trainer.devices("n_gpus_per_node") if "n_gpus_per_node" in trainer else 8
+    nodes = trainer.devices("nnodes") if "nnodes" in trainer else 1
     config.devices = each * nodes if each and nodes else None
     wanted = model.model_name("path")
     if wanted:
@@ -89,12 +86,9 @@ def of_settings(data: Mapping[str, Any]) -> ParsedConfig:
     _batches(actor, both, samples, config)
     if model.flag("enable_gradient_checkpointing") is not False:
         config.recompute = "full"
-    if model.flag("enable_activation_offload"):
-        model.name("enable_activation_offload")
-    if model.flag("use_remove_padding") is False:
-        model.name("use_remove_padding")
-    if model.flag("use_fused_kernels"):
-        model.name("use_fused_kernels")
+    for key, switched in _USUAL_SWITCHES.items():
+        if model.flag(key) is (not switched):
+            model.name(key)
     _adapters(model, config)
     sharding = actor.part("fsdp_config")
     degrees = actor.part("megatron")
@@ -145,6 +139,11 @@ def _usual_strategy(settings: Settings, actor: Settings) -> str:
     return "megatron" if has_degrees and not has_sharding else "fsdp"
 
 
+_USUAL_SWITCHES = {
+    "enable_activation_offload": False,
+    "use_remove_padding": True,
+    "use_fused_kernels": False,
+}
 _STRATEGIES = {"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}
 _ACTOR = "actor_rollout_ref.actor"
 
