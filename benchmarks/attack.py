@@ -28,8 +28,8 @@ What the certificate's space is, as it says itself (`certificate.model`, planner
     up to one, and the last stage may have fewer
     expert parallelism keeps the usual order of axes, and tokens go all to all
     the loss is of all logits or in chunks, whose gradients wait for backward or are made there;
-    with LoRA they are made there.  A chunk has 1,024 to 8,192 rows: as many as have logits that
-    take at most 1/40 of the smallest device's memory in 32 bits
+    with LoRA they are made there.  A chunk has 1,024 to 8,192 rows: as many times 128 as have
+    logits that take at most 1/40 of the smallest device's memory in 32 bits
     ZeRO-3 without pipeline or experts may gather one unit ahead, or keep parameters in a node
     4 % of an accelerator's memory is kept free, nothing of a CPU's
     activations are kept, states are on the device and gradients travel as they are, unless the

@@ -72,6 +72,8 @@ LOGITS_SHARE = 1 / 40
 """Share of a device's memory that the logits of a chunk of the loss may take in 32 bits."""
 MOST_CHUNK_ROWS = 8192
 """Largest number of rows in a chunk of the loss; larger ones gain less than 0.1 % of a step."""
+ROWS_OF_TILE = 128
+"""Rows of a tile of matrix products on GPUs: other numbers of rows leave a part of one empty."""
 COMPILED_KERNELS = 13
 """Kernels of a block's compiled forward: those of Llama's (docs/results/runtime-speed.md)."""
 
@@ -630,14 +632,15 @@ def chunk_rows(model: ModelGraph, memory_bytes: float) -> int:
 
     Chunks that are too small read the output projection, and add to its gradient, too often; large
     ones take memory.  The logits of a chunk take at most `LOGITS_SHARE` of the memory in 32 bits,
-    within `CHUNK_ROWS` and `MOST_CHUNK_ROWS`.  A chunk grows by less than the memory does: what
-    fits also fits where there is more memory, by the logits of three rows or more.
+    within `CHUNK_ROWS` and `MOST_CHUNK_ROWS`.  Rows are whole tiles of a product (`ROWS_OF_TILE`).
+    A chunk grows by less than the memory does where that grows by the logits of 342 rows or more:
+    then what fits also fits there.
     """
     a = model.architecture
     outputs = [layer.logits.outputs for layer in model.layers if layer.logits is not None]
     widest = max([*outputs, *([a.vocab_size] if a is not None else []), 1])
     rows = int(memory_bytes * LOGITS_SHARE / (4 * widest))
-    return min(MOST_CHUNK_ROWS, max(CHUNK_ROWS, rows))
+    return min(MOST_CHUNK_ROWS, max(CHUNK_ROWS, rows // ROWS_OF_TILE * ROWS_OF_TILE))
 
 
 def gpus(request: Request) -> bool:

@@ -14,7 +14,12 @@ from meshwright.planner.documents.plan import Layout
 from meshwright.planner.schedules import schedule_of
 from meshwright.planner.schedules.schedule import orders, rank_of_stage
 from meshwright.planner.schedules.simulate import timeline
-from meshwright.planner.search.bounds.simulated_cuts import Placed, cuts_bound_s, drained_backwards
+from meshwright.planner.search.bounds.simulated_cuts import (
+    Placed,
+    cuts_bound_s,
+    drained_backwards,
+    rank_ways,
+)
 from meshwright.planner.search.bounds.simulated_step import (
     first_share,
     forward_fill,
@@ -169,7 +174,9 @@ def test_no_step_is_below_the_paths_that_stay_with_a_rank(schedule: str, tries: 
         step = Step(schedule, rng)
         simulated_s = step.simulated_s()
 
-        bound_s = cuts_bound_s(step.layout, step.placed(), step.transfer_s, 2 * simulated_s)
+        bound_s = cuts_bound_s(
+            step.layout, rank_ways(step.layout, step.placed()), step.transfer_s, 2 * simulated_s
+        )
 
         assert bound_s <= simulated_s * (1 + 1e-9)
         tight = max(tight, bound_s / simulated_s)
@@ -197,7 +204,7 @@ def test_cuts_are_gone_through_as_one_by_one() -> None:
         drawn = np.array([[rng.random(), rng.random()] for _ in columns]).T
         placed = Placed(rank, first, end, seconds, *drawn, **alike(layout, len(columns)))
 
-        found_s = cuts_bound_s(layout, placed, 0.1, 1e6)
+        found_s = cuts_bound_s(layout, rank_ways(layout, placed), 0.1, 1e6)
 
         every_s = []
         for one in itertools.product(*(np.flatnonzero(rank == r) for r in range(ranks))):
@@ -206,7 +213,7 @@ def test_cuts_are_gone_through_as_one_by_one() -> None:
             if follow:
                 columns_of = (f.name for f in fields(placed) if f.name not in WHOLE)
                 alone = replace(placed, **{name: getattr(placed, name)[at] for name in columns_of})
-                every_s.append(cuts_bound_s(layout, alone, 0.1, 1e6))
+                every_s.append(cuts_bound_s(layout, rank_ways(layout, alone), 0.1, 1e6))
         # Sync of rank 0 and updates are the least of any column.
         assert found_s <= min(every_s) * (1 + 1e-9)
         assert found_s >= min(every_s) - 3.0
@@ -220,8 +227,11 @@ def test_a_rank_that_may_hold_nothing_leaves_no_cut_below_a_limit(rank: int) -> 
         own, own, own + 1, np.ones((1, 4, 2)), np.zeros(1), np.zeros(1), **alike(layout, 1)
     )
 
-    assert cuts_bound_s(layout, of_one, 0.0, 100.0) == 100.0
-    assert cuts_bound_s(layout, replace(of_one, numbers=(1, 1)), 0.0, 100.0) == 100.0
+    assert cuts_bound_s(layout, rank_ways(layout, of_one), 0.0, 100.0) == 100.0
+    assert (
+        cuts_bound_s(layout, rank_ways(layout, replace(of_one, numbers=(1, 1))), 0.0, 100.0)
+        == 100.0
+    )
 
 
 def test_what_stands_behind_the_last_way_back_is_that_of_longer_steps_too() -> None:
