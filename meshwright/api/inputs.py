@@ -73,7 +73,8 @@ def _named_model(text: str, seq_len: int | None) -> ModelGraph:
             folder = text if is_path else str(hub.config_file(text).parent)
             return traced_model(f"{folder}{RECORDED}", seq_len)
         except DocumentError as refused:
-            raise error from refused
+            also = f"{error.message} Recorded as it is, {refused.message}"
+            raise DocumentError(error.path, also, file=error.file) from refused
 
 
 def script_of(text: str) -> OwnScript | None:
