@@ -265,7 +265,7 @@ class Attack:
         wide = self.model.architecture.vocab_size if self.model.architecture else 1
         rows = max(
             rows
-            for rows in range(1024, 8192 + 1)
+            for rows in range(1024, 8192 + 1, 128)
             if rows == 1024 or 40 * 4 * rows * wide <= memory_bytes
         )
         anew = ChunkedLoss(rows=rows, gradients="recomputed")
