@@ -104,8 +104,8 @@ _LLAMA_FACTORY = """
     print_param_status data_shared_file_system create_new_adapter adapter_name_or_path
     adapter_folder image_max_pixels image_min_pixels video_.* double_quantization
     early_stopping_steps ignore_pad_token_for_loss compute_accuracy export_.* infer_.*
-    rope_scaling image_resolution pref_beta use_fast_tokenizer model_class train_dataset
-    sample_backend max_new_tokens num_train_epochs batching_workers dist_timeout full_determinism
+    rope_scaling image_resolution pref_beta model_class train_dataset
+    sample_backend max_new_tokens batching_workers dist_timeout full_determinism
     dist_config\\.dcp_path peft_config\\.lora_dropout save_ckpt_as_hf extra_config
 """
 _AXOLOTL = """
@@ -157,7 +157,7 @@ _VERL = """
     actor_rollout_ref\\.actor\\.optim\\.(zero_indexed_step|decay_.*|init_lr|end_.*|start_.*)
     actor_rollout_ref\\.model\\.(lora_adapter_path|hf_config_path|tokenizer.*|_target_)
     data\\.(tool_config_path|return_.*|filter_.*|video_key|audio_key|sampler|datagen|_target_)
-    reward_manager.* reward.* critic.*
+    reward.* critic.*
 """
 _NEMO = """
     name restore_from_path exp_manager run hydra trainer\\.(logger|max_.*|log_every_n_steps)

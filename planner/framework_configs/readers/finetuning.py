@@ -71,25 +71,32 @@ def of_llama_factory(data: Data, surroundings: ScriptEnvironment | None = None) 
     stages = {"sft": "sft", "pt": "sft", "dpo": "dpo", "rm": "reward"}
     transformers.learns(config, settings.choice("stage", stages, "sft"))
     settings.expect("pref_loss", "sigmoid", "hinge", "ipo")
-    kind = settings.choice("finetuning_type", {"lora": "lora", "full": "full"}, "lora")
     weights = _frozen_weights(
         settings, "quantization_bit", "quantization_method", "quantization_type"
     )
-    rank = settings.count("lora_rank") or 8
-    alpha = settings.amount("lora_alpha") or 2.0 * rank
-    targets = [word.strip() for word in settings.words("lora_target")]
-    if kind == "lora":
-        transformers.adapters(config, rank=rank, alpha=alpha, targets=targets, weights=weights)
-        transformers.read_dropout(settings, config)
+    if _adapters_of_llama_factory(settings, config, weights):
         settings.idle("pure_bf16")
     else:
-        settings.idle("lora_rank", "lora_alpha", "lora_target", "lora_dropout")
         if weights != "full":
             settings.name("quantization_bit")
         # Trained weights are brought to fp32 (model/adapter.py, init_adapter).
         if not settings.flag("pure_bf16") and config.framework != "deepspeed":
             config.options.append("wide-states")
     return _in_own_words(config, settings, data)
+
+
+def _adapters_of_llama_factory(settings: Settings, config: ParsedConfig, weights: str) -> bool:
+    """Read the adapters, and return whether they alone are trained, as by default."""
+    kind = settings.choice("finetuning_type", _KINDS, "lora")
+    rank = settings.count("lora_rank") or 8
+    alpha = settings.amount("lora_alpha") or 2.0 * rank
+    targets = [word.strip() for word in settings.words("lora_target")]
+    if kind == "lora":
+        transformers.adapters(config, rank=rank, alpha=alpha, targets=targets, weights=weights)
+        transformers.read_dropout(settings, config)
+        return True
+    settings.idle("lora_rank", "lora_alpha", "lora_target", "lora_dropout")
+    return False
 
 
 _OTHER_TASKS = ("export_dir", "infer_backend", "do_predict", "predict_with_generate")
@@ -118,14 +125,7 @@ def _of_llama_factory_megatron(data: Data) -> ParsedConfig:
     config.model["registered"] = settings.model_name("model_name_or_path") or ""
     stages = {"sft": "sft", "pt": "sft", "dpo": "dpo"}
     transformers.learns(config, settings.choice("stage", stages, "sft"))
-    if settings.choice("finetuning_type", {"lora": "lora", "full": "full"}, "lora") == "lora":
-        rank = settings.count("lora_rank") or 8
-        alpha = settings.amount("lora_alpha") or 2.0 * rank
-        targets = [word.strip() for word in settings.words("lora_target")]
-        transformers.adapters(config, rank=rank, alpha=alpha, targets=targets, weights="full")
-        transformers.read_dropout(settings, config)
-    else:
-        settings.idle("lora_rank", "lora_alpha", "lora_target", "lora_dropout")
+    _adapters_of_llama_factory(settings, config, "full")
     settings.expect("lr_scheduler_type", "constant", "cosine", "linear", "constant_with_warmup")
     names = {flag: key for key, flag in _NAMES_BESIDE_MEGATRON.items()}
     for words in (config.unknown, config.without_effect):
@@ -447,19 +447,20 @@ def _deepspeed_of_swift(stage: str | None) -> dict[str, Any]:
 def _fsdp_of_swift(rest: dict[str, Any], surroundings: ScriptEnvironment | None) -> dict[str, Any]:
     """Return the trainer's settings for `fsdp`: a set of ms-swift by its name, or a file."""
     name = rest.get("fsdp")
-    if not isinstance(name, str) or name == "fsdp2":
-        return {"fsdp": "full_shard auto_wrap", "fsdp_config": _FSDP2} if name else {}
+    if not name:
+        return {}
+    if name is True or name == "fsdp2":
+        return {"fsdp": "full_shard auto_wrap", "fsdp_config": _FSDP2}
     if name.startswith("{"):
         inside = limits.json_settings(name, "fsdp")
     elif name.endswith(".json"):
         inside = limits.json_settings(named_file("fsdp", name, surroundings)[1], name)
     else:
         return {}
+    nested = inside.get("fsdp_config", {})
     return {
         "fsdp": inside.get("fsdp", "full_shard auto_wrap"),
-        "fsdp_config": {
-            key: value for key, value in inside.get("fsdp_config", {}).items() if key[:1] != "_"
-        },
+        "fsdp_config": {key: value for key, value in nested.items() if key[:1] != "_"},
     }
 
 

@@ -7,7 +7,7 @@ entries go before earlier ones (https://hydra.cc/docs/advanced/defaults_list).  
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from meshwright.planner.errors import DocumentError
@@ -46,49 +46,49 @@ def _with_files(
             _merge(result, data)
             is_merged = True
             continue
-        place, package = _place_of(entry, folder)
-        if place is None:
-            continue
-        left[0] -= 1
-        if left[0] < 0:
-            raise DocumentError(
-                of, f"names more than {_MOST_FILES} files by 'defaults'; give the whole of them"
+        for place, sections in _places_of(entry, folder):
+            left[0] -= 1
+            if left[0] < 0:
+                raise DocumentError(
+                    of, f"names more than {_MOST_FILES} files by 'defaults'; give the whole of them"
+                )
+            _, text = named_file("defaults", f"{place}.yaml", surroundings)
+            inside = _with_files(
+                limits.settings(text, of), posixpath.dirname(place), surroundings, of, left
             )
-        _, text = named_file("defaults", f"{place}.yaml", surroundings)
-        inside = _with_files(
-            limits.settings(text, of), posixpath.dirname(place), surroundings, of, left
-        )
-        for section in reversed(package):
-            inside = {section: inside}
-        _merge(result, inside)
+            for section in reversed(sections):
+                inside = {section: inside}
+            _merge(result, inside)
     if not is_merged:
         _merge(result, data)
     return result
 
 
-def _place_of(entry: object, folder: str) -> tuple[str | None, list[str]]:
-    """Return the file of an entry without its ending, and the sections that it fills."""
-    if isinstance(entry, dict) and len(entry) == 1:
-        [(key, option)] = entry.items()
-    else:
-        key, option = "", entry
-    words = str(key).split()
-    if "override" in words:  # of Hydra's own plugins
-        return None, []
-    group, _, package = (words[-1] if words else "").partition("@")
-    if option is None and group and isinstance(entry, dict):
-        return None, []
-    if not isinstance(option, str):
-        return None, []
-    if not words:
-        option, _, package = option.partition("@")
-    sections = [part for part in (package or group).split(".") if part and part != "_here_"]
-    if not words and not package:
-        sections = []
-    if ".." in group:
-        sections = [part for part in package.split(".") if part]
-    place = posixpath.normpath(posixpath.join(folder, group, option.removesuffix(".yaml")))
-    return place.lstrip("/"), sections
+def _places_of(entry: object, folder: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield the files of an entry without their ending, and the sections that each fills."""
+    key, options = next(iter(entry.items())) if isinstance(entry, dict) and entry else ("", entry)
+    *words, group = str(key).split() or [""]
+    if words == ["override"] and group.startswith("hydra/"):  # its own plugins
+        return
+    if "override" in words:
+        raise DocumentError(
+            "defaults", f"has '{key:.60}', which is not followed; give the composed configuration"
+        )
+    for option in options if isinstance(options, list) else [options]:
+        if option is None:
+            continue
+        if not isinstance(option, str):
+            raise DocumentError("defaults", f"has {entry!r:.60}; an entry is GROUP: NAME")
+        path, _, package = (group or option).partition("@")
+        name = option.removesuffix(".yaml") if group else ""
+        place = posixpath.normpath(posixpath.join(folder, path.removesuffix(".yaml"), name))
+        usual = path if group and ".." not in path else ""
+        parts = (package or usual).replace("/", ".").split(".")
+        yield place.lstrip("/"), [part for part in parts if part not in ("", *_PACKAGES)]
+
+
+_PACKAGES = ("_here_", "_global_")
+"""Words for a place that is no section."""
 
 
 def _merge(into: dict[str, Any], other: Mapping[str, Any]) -> None:

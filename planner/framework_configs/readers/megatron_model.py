@@ -6,13 +6,14 @@ layer norms, biases, an MLP four times as wide without a gate, and tied embeddin
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ValidationError
 
-from meshwright.planner.catalog import models
+from meshwright.planner.catalog import hub, models
 from meshwright.planner.catalog.expressions import resolve_model
 from meshwright.planner.documents.model import Architecture
 from meshwright.planner.errors import DocumentError
@@ -105,13 +106,10 @@ def _vocabulary(settings: Settings) -> int | None:
         kind = "GPT2BPETokenizer"
     if kind in _VOCABULARIES:
         return _VOCABULARIES[kind]
-    name = str(model or "").rpartition("/")[2].lower()
-    for plain in (name, str(model or "")):
-        if plain in models():
-            architecture = resolve_model(plain).architecture
+    name = str(model or "")
+    short = name.rpartition("/")[2].lower()
+    with contextlib.suppress(DocumentError):
+        if short in models() or hub.is_hub_name(name):
+            architecture = resolve_model(short if short in models() else name).architecture
             return None if architecture is None else architecture.vocab_size
-    try:
-        architecture = resolve_model(str(model)).architecture if "/" in str(model) else None
-    except DocumentError:
-        return None
-    return None if architecture is None else architecture.vocab_size
+    return None

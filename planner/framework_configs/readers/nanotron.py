@@ -98,9 +98,8 @@ def _own_architecture(figures: Settings) -> dict[str, Architecture]:
     """Return the decoder that a configuration describes as Hugging Face's would be."""
     flags = {"is_llama_config": "llama", "is_qwen2_config": "qwen2"}
     kind = next((name for flag, name in flags.items() if figures.ignore(flag)), None)
-    if kind is None or figures.ignore("moe_config"):
-        if figures.ignore("moe_config"):
-            figures.name("moe_config")
+    figures.name("moe_config")
+    if kind is None or "moe_config" in figures:
         return {}
     keys = (
         *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),

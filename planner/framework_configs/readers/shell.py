@@ -102,16 +102,6 @@ def is_script(text: str) -> bool:
     return not is_yaml(text) and _STARTS.search(text) is not None and not is_toml_or_module(text)
 
 
-_SHELL = re.compile(r"#!.*\b(ba|da|k|z)?sh\b")
-_STARTS = re.compile(
-    r"^[ \t]*(?!//|#)[\w$\"'./{}~-]+(=\S+)?([ \t]+[^\n#{[(]*)?[ \t](--[A-Za-z]|\\$)"
-    r"|^[ \t]*(swift|megatron|llamafactory-cli|axolotl|trl|litgpt|accelerate|torchrun|python3?)"
-    r"[ \t]",
-    re.MULTILINE,
-)
-"""A command with an option, or that goes on in the next line."""
-
-
 def _config_of(
     way: ScriptPath,
     of: str,
@@ -211,8 +201,7 @@ def _candidates(way: ScriptPath) -> list[tuple[str, ...]]:
 _USES: dict[str, str] = {
     "swift": "app deploy eval export infer merge-lora rollout sample web-ui webui",
     "megatron": "export",
-    "llamafactory-cli": "api chat eval export webchat webui version env",
-    "lmf": "api chat eval export webchat webui version env",
+    **dict.fromkeys(("llamafactory-cli", "lmf"), "api chat eval export webchat webui version env"),
     "axolotl": "inference merge-lora merge-sharded-fsdp-weights preprocess evaluate quantize "
     "vllm-serve fetch lm-eval delinearize-llama4",
     "trl": "chat env vllm-serve",
@@ -221,6 +210,14 @@ _USES: dict[str, str] = {
     "vllm": "serve bench chat complete",
 }
 """Commands of programs that use weights and train none."""
+_SHELL = re.compile(r"#!.*\b(ba|da|k|z)?sh\b")
+_PROGRAMS = "|".join((*_USES, "accelerate", "torchrun", "python3?"))
+_STARTS = re.compile(
+    r"^[ \t]*(?!//|#)[\w$\"'./{}~-]+(=\S+)?([ \t]+[^\n#{[(]*)?[ \t](--[A-Za-z]|\\$)"
+    rf"|^[ \t]*({_PROGRAMS})[ \t]",
+    re.MULTILINE,
+)
+"""A command with an option, or that goes on in the next line."""
 _USING_MODULES = frozenset(
     [
         "axolotl.cli.inference",

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,13 +58,12 @@ class OptionsOfAll(NamedTuple):
 
     parts: dict[str, tuple[StrategyParts, ...]]
     """By kind, those that no other is as good as."""
-    forward_s: dict[str, float]
-    """By kind, the least of any option, as the next five."""
     input_s: dict[str, float]
-    """A forward, and the part of its backward that others wait for."""
+    """By kind, least seconds of a forward and of the part of its backward that others wait for."""
     weight_s: dict[str, float]
-    """The most of any option."""
+    """By kind, most seconds of the gradients of weights."""
     sync_s: dict[str, float]
+    """By kind, the least of any option, as the next."""
     update_s: dict[str, float]
     room_bytes: float
     costs: LayoutCosts
@@ -284,7 +283,6 @@ class FamilyCuts:
         splits = families[0].first.executed_schedule.splits_backward
         return OptionsOfAll(
             parts={kind: _minimal_options(of_kind) for kind, of_kind in options.items()},
-            forward_s=_least_of_kinds(options, lambda part: part.forward_s),
             input_s=_least_of_kinds(
                 options,
                 lambda part: (
@@ -528,34 +526,14 @@ def _join_ranks(
     columns: Sequence[RankWays], ranks: int, numbers: tuple[int, ...]
 ) -> RankWays | None:
     """Return the columns of all ranks on all types; None where a rank has none."""
-    rank, first, end, number, passes_s, own_s, straight_s, sync_s, update_s, hop_s = (
-        np.concatenate([getattr(part, figure) for part in columns])
-        for figure in (
-            "rank",
-            "first",
-            "end",
-            "number",
-            "passes_s",
-            "own_s",
-            "straight_s",
-            "sync_s",
-            "update_s",
-            "hop_s",
-        )
-    )
-    if len(np.unique(rank)) < ranks:
+    arrays: dict[str, Any] = {
+        name: np.concatenate([getattr(part, name) for part in columns]) for name in _OF_COLUMNS
+    }
+    if len(np.unique(arrays["rank"])) < ranks:
         return None
-    return RankWays(
-        rank=rank,
-        first=first,
-        end=end,
-        number=number,
-        passes_s=passes_s,
-        own_s=own_s,
-        straight_s=straight_s,
-        sync_s=sync_s,
-        update_s=update_s,
-        hop_s=hop_s,
-        numbers=numbers,
-        passes_on=columns[0].passes_on,
-    )
+    return replace(columns[0], **arrays, numbers=numbers)
+
+
+_OF_COLUMNS = tuple(
+    field.name for field in fields(RankWays) if field.name not in ("numbers", "passes_on")
+)

@@ -299,6 +299,20 @@ def test_files_that_complete_a_configuration_are_read_or_asked_for(tmp_path: Pat
         imported(tmp_path, VERL["ppo.yaml"], "verl", "ppo.yaml")
 
 
+@pytest.mark.parametrize(
+    ("entry", "match"),
+    [
+        ("{override /actor: dp_actor}", "is not followed; give the composed configuration"),
+        ("{actor: 7}", "an entry is GROUP: NAME"),
+    ],
+)
+def test_what_completes_a_configuration_otherwise_is_refused(
+    tmp_path: Path, entry: str, match: str
+) -> None:
+    with pytest.raises(DocumentError, match=match):
+        imported(tmp_path, f"defaults: [{entry}]\n", "verl", "ppo.yaml")
+
+
 @pytest.mark.parametrize("choice", ["--config-name=ppo_megatron_trainer", "model_engine=megatron"])
 def test_a_set_of_settings_decides_how_an_actor_is_trained(tmp_path: Path, choice: str) -> None:
     text = f"""#!/bin/bash
