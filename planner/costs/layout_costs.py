@@ -331,6 +331,10 @@ class CostTables:
         """Return among how many ranks a layout divides states."""
         return self._holding.sharing(layout)
 
+    def expert_padding(self, layout: Layout) -> float:
+        """Return how many times their bytes the padding of routed experts makes them."""
+        return self._holding.expert_padding(layout)
+
     def resident_and_traffic(
         self, kind: str, layout: Layout
     ) -> tuple[ResidentParameters, ShardingTraffic, float]:

@@ -438,6 +438,7 @@ def placement_prediction(
             for note in (
                 compacted,
                 _routing_note(tables.request, layout),
+                _padding_note(tables, layout),
                 *_job_notes(tables),
                 _host_note(tables.request) if passes * slow_host_s(2.0) > 0.01 * step_s else None,
             )
@@ -481,6 +482,21 @@ def _routing_note(request: Request, layout: Layout) -> str | None:
     if load == 1:
         return None
     return f"natural routing: busiest of {layout.expert} expert ranks has {load:.1f} x the mean"
+
+
+def _padding_note(tables: CostTables, layout: Layout) -> str | None:
+    """Say what ranks hold for nothing where more of them share experts than these divide over."""
+    times = tables.expert_padding(layout)
+    if times < 1.05:
+        return None
+    devices = layout.data_shard * layout.context
+    note = f"padding of experts over {devices} ranks makes their weights {times:.3g} x as large"
+    for shard in range(layout.data_shard // 2, 0, -1):
+        if layout.data_shard % shard == 0:
+            fewer = replace(layout, data_shard=shard, data_replicate=layout.data // shard)
+            if tables.expert_padding(fewer) < 1.05:
+                return f"{note}; shard={shard} does without"
+    return note
 
 
 def _host_note(request: Request) -> str | None:

@@ -328,6 +328,32 @@ class ResidentStates:
         apart = of_experts(sharing, layout.tensor, layout.expert, layout.expert_tensor)
         return frozen(dense, sharing) + frozen(routed, apart)
 
+    def expert_padding(self, layout: Layout) -> float:
+        """Return how many times as large padding makes routed experts, 1 without."""
+        sharing = self.sharing(layout)
+        if self._job.lora is not None or self._flat(sharing):
+            return 1.0
+        sharing = of_experts(sharing, layout.tensor, layout.expert, layout.expert_tensor)
+        if not sharing.is_sharded:
+            return 1.0
+        pieces = {
+            self._pieces(layer, layout, sharing)
+            for layer in self._model.layers
+            if self._local_parameters(layer, layout)[1]
+        }
+        return max(
+            (memory.padded_parameters(1.0, number, sharing.shard) for number in pieces if number),
+            default=1.0,
+        )
+
+    def _pieces(self, layer: Layer, layout: Layout, sharing: StateSharding) -> int:
+        """Return into how many pieces a layer's experts divide at most, 0 for any number."""
+        a = self._model.architecture
+        hidden = a.hidden_size if a is not None else layer.experts and layer.experts.hidden
+        # Ranks that experts do not fill divide every expert's hidden dim.
+        divides = hidden and hidden % sharing.shard == 0
+        return 0 if divides else max(1, self._model.expert_count // layout.expert)
+
     def _count_held(
         self, layer: Layer, layout: Layout, sharing: StateSharding
     ) -> ResidentParameters:
@@ -379,14 +405,10 @@ class ResidentStates:
             if layout.expert > 1:
                 sharing = of_experts(sharing, layout.tensor, layout.expert, layout.expert_tensor)
                 apart = ExpertShard(parameters=routed, sharing=sharing)
-            hidden = a.hidden_size if a is not None else layer.experts and layer.experts.hidden
-            # Ranks that experts do not fill divide every expert's hidden dim.
-            pieces = max(1, self._model.expert_count // layout.expert)
-            pieces = 0 if hidden and hidden % sharing.shard == 0 else pieces
             states += (
                 fsdp1_states(routed, sharing)
                 if self._flat(sharing)
-                else memory.states(routed, sharing, pieces=pieces)
+                else memory.states(routed, sharing, pieces=self._pieces(layer, layout, sharing))
             )
             optimized += routed / (sharing.shard if sharing.is_sharded else 1)
         return ResidentParameters(
