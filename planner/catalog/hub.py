@@ -67,6 +67,20 @@ def plain_name(text: str) -> str:
     return VARIANT.sub("", text)
 
 
+CONVERTED = re.compile(r"[-_](?:mcore|megatron)(?=[-_]|$)", re.IGNORECASE)
+"""Part of the name of a folder whose weights are in Megatron's format."""
+
+
+def shape_name(text: str) -> str:
+    """Return the name of the models of one shape, of a model's name or its folder.
+
+    >>> shape_name("/models/Meta-Llama-3.1-8B-Instruct"), shape_name("Qwen3_8B-Base-mcore")
+    ('llama-3.1-8b', 'qwen3-8b')
+    """
+    last = CONVERTED.sub("", text.rstrip("/").rpartition("/")[2])
+    return plain_name(last).lower().replace("_", "-").removeprefix("meta-")
+
+
 _OFFLINE: ContextVar[bool] = ContextVar("offline", default=False)
 
 

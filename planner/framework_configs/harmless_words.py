@@ -25,7 +25,10 @@ _MEGATRON = """
     moe-router-pre-softmax moe-per-layer-logging eod-mask-loss
     attention-softmax-in-fp32 accumulate-allreduce-grads-in-fp32 loss-scale initial-loss-scale
     min-loss-scale loss-scale-window hysteresis lr-warmup-init override-opt_param-scheduler
-    override-opt-param-scheduler use-checkpoint-opt_param-scheduler enable-experimental
+    override-opt-param-scheduler use-checkpoint-opt.param-scheduler enable-experimental
+    calculate-per-token-loss manual-gc(-interval)? logging-level decoupled-(min-)?lr
+    check-weight-hash-across-dp-replicas-interval no-ckpt-fully-parallel-save async-strategy
+    verify-integrity te-rng-tracker mtp-loss-scaling-factor tiktoken-.* max-epochs
     check-for-nan-in-loss-and-grad no-check-for-nan-in-loss-and-grad
     ddp-average-in-collective fp8-amax-.* fp8-margin fp8-interval
     mock-data no-one-logger attention-dropout hidden-dropout
@@ -51,7 +54,7 @@ _TRANSFORMERS = """
     lora_task_type max_prompt_length model_init_kwargs low_cpu_mem_usage streaming
     config gradient_checkpointing_kwargs\\.preserve_rng_state ddp_backend
     beta center_rewards_coefficient reward_funcs reward_weights num_generations temperature
-    top_p top_k
+    top_p top_k use_rslora group_by_length length_column_name
 """
 _TORCHTITAN = """
     job\\..* metrics\\..* checkpoint\\..* profiling\\..* comm\\..* validation\\..*
@@ -107,6 +110,7 @@ _LLAMA_FACTORY = """
     rope_scaling image_resolution pref_beta model_class train_dataset
     sample_backend max_new_tokens batching_workers dist_timeout full_determinism
     dist_config\\.dcp_path peft_config\\.lora_dropout save_ckpt_as_hf extra_config
+    freeze_vision_tower freeze_multi_modal_projector
 """
 _AXOLOTL = """
     datasets test_datasets val_set_size dataset_prepared_path dataset_processes
@@ -118,7 +122,7 @@ _AXOLOTL = """
     revision_of_model eval_.* skip_prepare_dataset use_tensorboard save_first_step
     cosine_min_lr_ratio processor_type warmup_ratio roles_to_train train_on_eos
     remove_unused_columns pad_to_sequence_len load_best_model_at_end resume_from_checkpoint debug
-    rl_beta
+    rl_beta push_dataset_to_hub liger_layer_norm peft_use_rslora random_init
 """
 _MS_SWIFT = """
     system val_dataset split_dataset_ratio dataset_num_proc load_from_cache_file model_author
@@ -126,7 +130,7 @@ _MS_SWIFT = """
     custom_.* interleave_prob data_seed strict val_dataset_shuffle lazy_tokenize agent_template
     save_only_model swanlab_.* truncation_strategy external_plugins
     cached_dataset hub_token norm_bbox response_prefix task_type merge_lora no_save_.* finetune
-    moe_aux_loss_coeff
+    moe_aux_loss_coeff freeze[_-](vit|aligner)
     beta center_rewards_coefficient reward_funcs reward_weights num_generations temperature
     top_p top_k
 """
@@ -142,7 +146,7 @@ _VERL = """
     data\\.(trust_remote_code|val_max_samples|train_max_samples|apply_chat_template.*)
     trainer\\..* algorithm reward_model custom_reward_function ray_init ray_kwargs critic
     hydra global_profiler transfer_queue actor_rollout_ref\\.(hybrid_engine|nccl_timeout)
-    actor_rollout_ref\\.rollout\\..*
+    actor_rollout_ref\\.rollout\\.(?!free_cache_engine).*
     actor_rollout_ref\\.model\\.(external_lib|trust_remote_code|tokenizer_path|use_shm)
     actor_rollout_ref\\.model\\.custom_chat_template
     actor_rollout_ref\\.actor\\.(clip_.*|kl_loss_.*|use_kl_loss|entropy_coeff|ppo_epochs|shuffle)

@@ -91,6 +91,9 @@ def _of_words(words: list[str], text: str, surroundings: ScriptEnvironment | Non
         config = torchtitan.of_flags(arguments, surroundings)
     elif "tensor-model-parallel-size" in flags or any("pretrain_" in word for word in words):
         config = megatron.of_words(words, text, surroundings)
+    elif "stage" in flags and {"finetuning-type", "template", "cutoff-len"} & set(flags):
+        data = _plain_values({key.replace("-", "_"): value for key, value in arguments.items()})
+        config = finetuning.of_llama_factory(data, surroundings)
     elif "per-device-train-batch-size" in flags:
         config = transformers.of_flags(arguments, surroundings, trl=_is_trl(words))
     elif (read := _reader_of_file(words, surroundings)) is not None:
@@ -395,6 +398,8 @@ def import_plan(
     names = str(config.model.get("registered", ""))
     if model is not None and names and _catalogue_name(names) != graph.name:
         assumed.append(f"the model is {graph.name} (--model); the configuration names {names:.60}")
+    if _OTHER_PARTS.search(names) or (_FEWER_BITS.search(names) and not _packs_weights(config)):
+        config.unknown.append(f"model={PurePosixPath(names).name:.60}")
     _check_figures(config, graph)
     request = Request.create(
         graph,
@@ -549,16 +554,28 @@ def _own_model(framework: str, architecture: Architecture, assumed: list[str]) -
     return graph
 
 
+_FEWER_BITS = re.compile(
+    r"(?<![a-z])(awq|gptq|aqlm|gguf|exl2|bnb|nvfp4|mxfp[48]|nf4|fp[48]|int[48]|[48]-?bits?|w\d+a\d+)"
+    r"(?![a-z])",
+    re.IGNORECASE,
+)
+_OTHER_PARTS = re.compile(r"(?<![a-z])(vl|omni|vision|llava)(?![a-z])", re.IGNORECASE)
+"""Words in a model's name by which it has parts beside a decoder."""
+
+
+def _packs_weights(config: ParsedConfig) -> bool:
+    """Return whether the weights beside adapters have 4 or 8 bits."""
+    return bool(config.training.get("lora", {}).get("weights", "full") != "full")
+
+
 def _catalogue_name(name: str) -> str | None:
     """Return the model of the catalogue that a name means, by itself or as torchtitan has it."""
     by_function = [model for model, (_, function) in REGISTERED.items() if function == name]
     if by_function:
         return by_function[-1]
-    plain = name.rpartition("/")[2].lower().replace("meta-", "").replace("_", "-")
-    for ending in ("", "-instruct", "-base", "-hf", "-chat", "-v0.1"):
-        if plain.removesuffix(ending) in models():
-            return plain.removesuffix(ending)
-    return None
+    shape = hub.shape_name(name)
+    known = ((model, (model, *entry.aliases)) for model, entry in models().items())
+    return next((model for model, names in known if shape in map(hub.shape_name, names)), None)
 
 
 _FIGURES = (

@@ -171,6 +171,10 @@ def _of_fsdp(settings: Settings, config: ParsedConfig) -> None:
     if fsdp.flag("fsdp_activation_checkpointing"):
         config.recompute = "full"
     fsdp.expect("fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
+    for key in ("fsdp_backward_prefetch", "fsdp_backward_prefetch_policy"):
+        fsdp.expect(key, "BACKWARD_PRE", 1)
+    fsdp.expect("fsdp_forward_prefetch", False)
+    fsdp.expect("fsdp_limit_all_gathers", True)
     prefix = "parallelism_config_"
     config.data_replicate = axes.count(f"{prefix}dp_replicate_size")
     shard = axes.number(f"{prefix}dp_shard_size")

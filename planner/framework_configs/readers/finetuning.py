@@ -7,12 +7,14 @@ Defaults are those of LLaMA-Factory 0.9.5, axolotl 0.19 and ms-swift 4.6.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from meshwright.planner.documents.profile import ChunkedLoss
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.framework_configs.bash.interpreter import ScriptEnvironment
+from meshwright.planner.framework_configs.fine_tuners import PROMPT_LEN
 from meshwright.planner.framework_configs.readers import deepspeed, megatron, transformers
 from meshwright.planner.framework_configs.readers import input_limits as limits
 from meshwright.planner.framework_configs.readers.adapter_targets import is_pattern, modules_of
@@ -23,6 +25,8 @@ from meshwright.planner.framework_configs.readers.parsed_config import (
 )
 
 Data = Mapping[str, Any]
+ANSWER_LEN = 512
+"""Tokens of an answer that ms-swift's GRPO has by itself (max_completion_length)."""
 
 
 def read_llama_factory(text: str, surroundings: ScriptEnvironment | None = None) -> ParsedConfig:
@@ -49,8 +53,10 @@ def of_llama_factory(data: Data, surroundings: ScriptEnvironment | None = None) 
         return _of_llama_factory_megatron(data)
     if {"dist_config", "peft_config"} & set(data) or "train_dataset" in data:
         return _of_llama_factory_v1(data, surroundings)
-    settings = Settings({key: value for key, value in data.items() if key in _OF_LLAMA_FACTORY})
-    rest = {key: value for key, value in data.items() if key not in _OF_LLAMA_FACTORY}
+    ours = {*_OF_LLAMA_FACTORY, *(key for key in data if _OTHER_WAYS.match(key))}
+    settings = Settings({key: value for key, value in data.items() if key in ours})
+    rest = {key: value for key, value in data.items() if key not in ours}
+    _other_ways(settings)
     # Its own switch is on by default, whatever the trainer's is.
     also = Settings({"gradient_checkpointing": rest.get("gradient_checkpointing")})
     by_itself = not settings.flag("disable_gradient_checkpointing")
@@ -61,7 +67,8 @@ def of_llama_factory(data: Data, surroundings: ScriptEnvironment | None = None) 
     is_on = {key for key in ("bf16", "fp16", "pure_bf16") if str(data.get(key)).lower() == "true"}
     if is_on == {"pure_bf16"}:
         rest["torch_dtype"] = "bfloat16"
-    attention = {"auto": "sdpa", "sdpa": "sdpa", "fa2": "flash_attention_2", "disabled": "eager"}
+    attention = {"auto": "sdpa", "sdpa": "sdpa", "disabled": "eager", "false": "sdpa"}
+    attention |= dict.fromkeys(("fa2", "true"), "flash_attention_2")  # a switch before 0.7
     rest["attn_implementation"] = settings.choice("flash_attn", attention, "sdpa")
     rest["use_liger_kernel"] = bool(settings.flag("enable_liger_kernel"))
     config = transformers.of_settings(rest, surroundings)
@@ -97,6 +104,20 @@ def _adapters_of_llama_factory(settings: Settings, config: ParsedConfig, weights
         return True
     settings.idle("lora_rank", "lora_alpha", "lora_target", "lora_dropout")
     return False
+
+
+_OTHER_WAYS = re.compile(r"(use_)?(galore|apollo|badam)(_|$)")
+"""Settings of ways of training that a switch `use_...` turns on."""
+
+
+def _other_ways(settings: Settings) -> None:
+    """Read which other ways of training are on; settings of one that is not decide nothing."""
+    for key in filter(_OTHER_WAYS.match, settings.unread):
+        way = key.removeprefix("use_").partition("_")[0]
+        if settings.flag(f"use_{way}"):
+            settings.name(key)
+        else:
+            settings.idle(key)
 
 
 _OTHER_TASKS = ("export_dir", "infer_backend", "do_predict", "predict_with_generate")
@@ -374,8 +395,9 @@ _OF_AXOLOTL = frozenset(
 
 def of_ms_swift(data: Data, surroundings: ScriptEnvironment | None = None) -> ParsedConfig:
     """Return the parsed arguments of ms-swift."""
-    settings = Settings({key: value for key, value in data.items() if key in _OF_MS_SWIFT})
-    rest = {key: value for key, value in data.items() if key not in _OF_MS_SWIFT}
+    ours = [key for key in data if key in _OF_MS_SWIFT or _OF_ROLLOUTS.fullmatch(key)]
+    settings = Settings({key: data[key] for key in ours})
+    rest = {key: value for key, value in data.items() if key not in ours}
     rest = _DEFAULTS_OF_SWIFT | rest
     rest |= _deepspeed_of_swift(settings.word("deepspeed"))
     rest |= _fsdp_of_swift(rest, surroundings)
@@ -399,7 +421,9 @@ def of_ms_swift(data: Data, surroundings: ScriptEnvironment | None = None) -> Pa
     if "gradient_accumulation_steps" not in data:
         config.micro_batches = None
     types = {"dpo": "dpo", "rm": "reward", "grpo": "grpo"}
-    transformers.learns(config, settings.choice("rlhf_type", types, "sft"))
+    objective = settings.choice("rlhf_type", types, "sft")
+    transformers.learns(config, objective)
+    _rollouts_of_swift(settings, config, objective)
     degree = settings.count("sequence_parallel_size") or 1
     if degree > 1:
         config.context = degree
@@ -417,6 +441,38 @@ def of_ms_swift(data: Data, surroundings: ScriptEnvironment | None = None) -> Pa
         if weights != "full":
             settings.name("quant_bits")
     return _in_own_words(config, settings, data)
+
+
+_OF_ROLLOUTS = re.compile(
+    r"use_vllm|vllm_.*|sleep_level|offload_(model|optimizer)|max_completion_length|num_iterations"
+    r"|steps_per_generation|generation_batch_size|loss_type|epsilon(_high|_low)?|delta"
+    r"|dynamic_sample|overlong_.*|max_resample_times|top_entropy_quantile|log_completions"
+    r"|importance_sampling_level|async_generate|move_model_batches|multi_turn_scheduler|max_turns"
+)
+"""Arguments of ms-swift about the answers of GRPO, and the losses of all objectives."""
+
+
+def _rollouts_of_swift(settings: Settings, config: ParsedConfig, objective: str) -> None:
+    """Read what of the generation of answers a step meets: their length, its engine's memory."""
+    theirs = [key for key in settings.unread if _OF_ROLLOUTS.fullmatch(key)]
+    if objective != "grpo":
+        settings.expect("loss_type", "sigmoid", "hinge", "ipo", "cross_entropy")
+        settings.idle(*(key for key in theirs if key != "loss_type"))
+        return
+    if config.seq_len is None:
+        config.assumed.append(f"prompts have {PROMPT_LEN} tokens (--max_length)")
+    config.seq_len = (config.seq_len or PROMPT_LEN) + (
+        settings.count("max_completion_length") or ANSWER_LEN
+    )
+    config.assumed.append("answers have all their tokens")
+    is_here = bool(settings.flag("use_vllm")) and settings.word("vllm_mode") == "colocate"
+    if is_here and not (settings.number("sleep_level") or 0):
+        settings.name("vllm_gpu_memory_utilization")
+        config.unknown.append("vllm_mode=colocate")
+    elif is_here:
+        config.assumed.append("the engine of rollouts gives its memory back before an update")
+    for key in theirs:
+        settings.ignore(key)
 
 
 def _targets_of_swift(settings: Settings) -> list[str]:
@@ -472,9 +528,12 @@ _DROPOUT_OF_SWIFT = 0.05
 def of_ms_swift_megatron(arguments: Data, text: str = "") -> ParsedConfig:
     """Return the parsed arguments of ms-swift's trainer on Megatron (`megatron sft`)."""
     flags = {_NAMES_OF_MEGATRON.get(key, key): value for key, value in arguments.items()}
+    rollouts = {
+        key: value for key, value in flags.items() if _OF_ROLLOUTS.fullmatch(key.replace("-", "_"))
+    }
     settings = Settings({key: value for key, value in flags.items() if key in _OF_SWIFT_MEGATRON})
     rest: dict[str, Any] = {
-        key: value for key, value in flags.items() if key not in _OF_SWIFT_MEGATRON
+        key: value for key, value in flags.items() if key not in (*_OF_SWIFT_MEGATRON, *rollouts)
     }
     if not {"bf16", "fp16"} & set(rest):
         kind = settings.choice("torch-dtype", _TYPES, "bf16")
@@ -494,7 +553,11 @@ def of_ms_swift_megatron(arguments: Data, text: str = "") -> ParsedConfig:
     if wanted:
         config.model["registered"] = wanted
     types = {"dpo": "dpo", "rm": "reward", "grpo": "grpo"}
-    transformers.learns(config, settings.choice("rlhf-type", types, "sft"))
+    objective = settings.choice("rlhf-type", types, "sft")
+    transformers.learns(config, objective)
+    answers = Settings({key.replace("-", "_"): value for key, value in rollouts.items()})
+    _rollouts_of_swift(answers, config, objective)
+    config.gather(answers)
     packed = "true" if str(settings.ignore("packing")).lower() == "true" else None
     if packed or str(settings.ignore("padding-free")).lower() != "false":
         config.assumed.append("attention is over whole samples, at most what packed ones take")

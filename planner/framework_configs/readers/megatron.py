@@ -387,6 +387,7 @@ def _experts(settings: Settings, config: ParsedConfig) -> None:
             config.assumed.append("tokens go to experts by --moe-token-dispatcher-type alltoall")
     else:
         settings.expect("moe-grouped-gemm", True)
+    settings.expect("moe-permute-fusion", True)  # as in the runs of which its figures are
 
 
 def _optimizer(settings: Settings, config: ParsedConfig) -> None:

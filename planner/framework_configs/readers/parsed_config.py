@@ -199,8 +199,12 @@ class Settings:
 
     @property
     def unread(self) -> list[str]:
-        """Keys that were not read, in their order."""
-        return [key for key in self._values if key not in self._taken]
+        """Keys with a value that were not read, in their order."""
+        return [
+            key
+            for key, value in self._values.items()
+            if value is not None and key not in self._taken
+        ]
 
     def __contains__(self, key: str) -> bool:
         return self._values.get(key) is not None

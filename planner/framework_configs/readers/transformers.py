@@ -33,7 +33,7 @@ _RATES = {
 OPTIMIZERS = {
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf"), "adamw"),
     **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "adamw_torch_8bit"), "adamw-8bit"),
-    "paged_adamw_8bit": "adamw-8bit-paged",
+    **dict.fromkeys(("paged_adamw_8bit", "paged_adamw_bnb_8bit"), "adamw-8bit-paged"),
     "adafactor": "adafactor",
     "lion_32bit": "lion",
     "muon": "muon",
@@ -306,6 +306,16 @@ def _of_fsdp(
         config.recompute = "full"
     fsdp.idle("version")  # what is priced is the framework's own
     fsdp.expect("auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
+    fsdp.expect("limit_all_gathers", True)
+    for key in ("backward_prefetch", "backward_prefetch_policy"):
+        fsdp.expect(key, "BACKWARD_PRE", 1)
+    fsdp.expect("forward_prefetch", False)
+    hybrid = ("HYBRID_SHARD", 4) if config.data_shard == 0 else ()
+    fsdp.expect(
+        "sharding_strategy",
+        *({2: ("SHARD_GRAD_OP", 2), 3: ("FULL_SHARD", 1)}[config.zero]),
+        *hybrid,
+    )
     theirs = {key.removeprefix("fsdp_"): key for key in inside}
     config.gather(fsdp, "fsdp_config", theirs)
 

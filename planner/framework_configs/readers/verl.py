@@ -166,12 +166,14 @@ def _batches(actor: Settings, both: Settings, samples: Settings, config: ParsedC
     if actor.flag("use_dynamic_bsz"):
         tokens = actor.count("ppo_max_token_len_per_gpu") or 16384
         config.micro_batch = max(1, tokens // config.seq_len)
-        actor.name("use_dynamic_bsz")
+        config.assumed.append(f"a micro-batch has as many whole samples as {tokens} tokens hold")
     else:
         actor.idle("ppo_max_token_len_per_gpu")
     config.assumed.append("answers have all their tokens")
-    if answers.unread:  # its engine has memory on the same devices
-        config.unknown.append("actor_rollout_ref.rollout")
+    if answers.flag("free_cache_engine") is False:
+        config.unknown.append("actor_rollout_ref.rollout.free_cache_engine")
+    elif answers.unread:
+        config.assumed.append("the engine of rollouts gives its memory back before an update")
 
 
 def _adapters(model: Settings, config: ParsedConfig) -> None:

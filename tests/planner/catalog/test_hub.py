@@ -83,7 +83,7 @@ def test_variants_of_one_shape_are_the_catalogues(cache: Path, name: str, is_cal
     assert resolve_model(name).name == is_called
 
 
-@pytest.mark.parametrize("name", ["mistralai/Mistral-7B-Instruct-v0.3", "nobody/nothing"])
+@pytest.mark.parametrize("name", ["mistralai/Mistral-Small-24B-Instruct-2501", "nobody/nothing"])
 def test_nothing_is_fetched_offline(cache: Path, name: str) -> None:
     with pytest.raises(DocumentError, match="nothing is fetched offline; give its config"):
         resolve_model(name)
