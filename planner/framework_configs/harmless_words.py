@@ -129,8 +129,9 @@ _MS_SWIFT = """
     model_name model_type loss_scale add_version check_model use_hf create_checkpoint_symlink
     custom_.* interleave_prob data_seed strict val_dataset_shuffle lazy_tokenize agent_template
     save_only_model swanlab_.* truncation_strategy external_plugins
-    cached_dataset hub_token norm_bbox response_prefix task_type merge_lora no_save_.* finetune
-    moe_aux_loss_coeff freeze[_-](vit|aligner)
+    cached_dataset hub_token norm_bbox response_prefix merge_lora no_save_.* finetune
+    moe_aux_loss_coeff router_aux_loss_coef freeze[_-](vit|aligner) use_chat_template label_names
+    rpo[_-]alpha add[_-]non[_-]thinking[_-]prefix
     beta center_rewards_coefficient reward_funcs reward_weights num_generations temperature
     top_p top_k
 """
@@ -160,6 +161,9 @@ _VERL = """
     actor_rollout_ref\\.actor\\.optim\\.(weight_decay_incr_style|use_checkpoint_opt.*|override_.*)
     actor_rollout_ref\\.actor\\.optim\\.(zero_indexed_step|decay_.*|init_lr|end_.*|start_.*)
     actor_rollout_ref\\.model\\.(lora_adapter_path|hf_config_path|tokenizer.*|_target_)
+    .*override_transformer_config\\.moe_(router_dtype|aux_loss_coeff|z_loss_coeff)
+    data\\.(use_shm|validation_shuffle|image_patch_size)
+    actor_rollout_ref\\.actor\\.(megatron\\.(seed|use_mbridge|vanilla_mbridge)|fsdp_config\\.use_orig_params)
     data\\.(tool_config_path|return_.*|filter_.*|video_key|audio_key|sampler|datagen|_target_)
     reward.* critic.*
 """

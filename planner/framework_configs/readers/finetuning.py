@@ -78,6 +78,7 @@ def of_llama_factory(data: Data, surroundings: ScriptEnvironment | None = None) 
     stages = {"sft": "sft", "pt": "sft", "dpo": "dpo", "rm": "reward"}
     transformers.learns(config, settings.choice("stage", stages, "sft"))
     settings.expect("pref_loss", "sigmoid", "hinge", "ipo")
+    settings.expect("freeze_language_model", False)
     weights = _frozen_weights(
         settings, "quantization_bit", "quantization_method", "quantization_type"
     )
@@ -239,6 +240,7 @@ _OF_LLAMA_FACTORY = frozenset(
         "use_reentrant_gc",
         "stage",
         "pref_loss",
+        "freeze_language_model",
         "finetuning_type",
         "quantization_bit",
         "quantization_method",
@@ -424,6 +426,10 @@ def of_ms_swift(data: Data, surroundings: ScriptEnvironment | None = None) -> Pa
     objective = settings.choice("rlhf_type", types, "sft")
     transformers.learns(config, objective)
     _rollouts_of_swift(settings, config, objective)
+    settings.expect("freeze_llm", False)
+    settings.expect("task_type", "causal_lm")
+    if settings.flag("padding_free"):
+        config.assumed.append("attention is over whole samples, at most what packed ones take")
     degree = settings.count("sequence_parallel_size") or 1
     if degree > 1:
         config.context = degree
@@ -570,12 +576,21 @@ def of_ms_swift_megatron(arguments: Data, text: str = "") -> ParsedConfig:
         transformers.read_dropout(settings, config, "lora-dropout", usual=_DROPOUT_OF_SWIFT)
     else:
         settings.idle("lora-rank", "lora-alpha", "target-modules", "lora-dropout")
+    for key, usual in _USUAL_IN_MEGATRON.items():
+        settings.expect(key, usual)
     config.unknown += [f"--{word}" for word in (*settings.unread, *settings.unusual)]
     config.without_effect += [f"--{key}" for key in settings.without_effect]
     config.understood += settings.understood - len(inserted)
     return config
 
 
+_USUAL_IN_MEGATRON = {
+    "freeze-llm": False,
+    "task-type": "causal_lm",
+    "gradient-accumulation-fusion": True,
+    "masked-softmax-fusion": True,
+}
+"""Arguments of which plans have the values that ms-swift has by itself."""
 _PARTS_OF_MEGATRON = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
     "linear_proj": ("o_proj",),
@@ -599,6 +614,7 @@ _OF_SWIFT_MEGATRON = frozenset(
         "lora-alpha",
         "lora-dropout",
         "target-modules",
+        *_USUAL_IN_MEGATRON,
     ]
 )
 _DEFAULTS_OF_MEGATRON: dict[str, Any] = {
@@ -644,6 +660,9 @@ _OF_MS_SWIFT = frozenset(
         "lora_dropout",
         "target_modules",
         "target_regex",
+        "freeze_llm",
+        "task_type",
+        "padding_free",
     ]
 )
 

@@ -39,6 +39,8 @@ OPTIMIZERS = {
     "muon": "muon",
     "sgd": "sgd",
 }
+_PAGED = ("paged_adamw", "paged_adamw_32bit")
+OPTIMIZERS |= dict.fromkeys(_PAGED, "adamw")
 """Optimizers of plans by their names there (training_args.py, OptimizerNames; axolotl's muon)."""
 
 
@@ -152,6 +154,8 @@ def of_settings(
     if wanted:
         config.model["registered"] = wanted
     config.trains(optimizer=settings.choice("optim", OPTIMIZERS, "adamw"))
+    if str(settings.ignore("optim")) in _PAGED:
+        config.assumed.append("optim: its pages of states are on the device")
     if config.precision == "fp32":
         settings.expect("tf32", False)
     else:

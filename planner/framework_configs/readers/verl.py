@@ -14,9 +14,9 @@ from meshwright.planner.documents import document
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.framework_configs.bash.interpreter import ScriptEnvironment
 from meshwright.planner.framework_configs.readers import input_limits as limits
+from meshwright.planner.framework_configs.readers import megatron
 from meshwright.planner.framework_configs.readers.hydra import compose
 from meshwright.planner.framework_configs.readers.interpolation import resolve
-from meshwright.planner.framework_configs.readers.megatron import schedule_with
 from meshwright.planner.framework_configs.readers.parsed_config import ParsedConfig, Settings
 
 
@@ -35,6 +35,8 @@ def of_words(words: Sequence[str]) -> ParsedConfig:
         if name == "--config-name" or before == "--config-name":
             data["config_name"] = word.partition("=")[2] or word
             continue
+        if name == "--config-path" and word.partition("=")[2] in ("config", "./config"):
+            continue  # the folder of verl's own sets
         path, sign, value = word.lstrip("+~").partition("=")
         if not sign or not path.replace(".", "").replace("_", "").isalnum():
             named = word.startswith(("-", "~")) or (sign and not word.isupper())
@@ -86,9 +88,9 @@ def of_settings(data: Mapping[str, Any]) -> ParsedConfig:
     _batches(actor, both, samples, config)
     if model.flag("enable_gradient_checkpointing") is not False:
         config.recompute = "full"
-    for key, switched in _USUAL_SWITCHES.items():
-        if model.flag(key) is (not switched):
-            model.name(key)
+    for part, switches in ((model, _SWITCHES_OF_MODEL), (actor, _SWITCHES_OF_ACTOR)):
+        for key, on in switches.items():
+            part.expect(key, on)
     _adapters(model, config)
     sharding = actor.part("fsdp_config")
     degrees = actor.part("megatron")
@@ -139,11 +141,19 @@ def _usual_strategy(settings: Settings, actor: Settings) -> str:
     return "megatron" if has_degrees and not has_sharding else "fsdp"
 
 
-_USUAL_SWITCHES = {
+_SWITCHES_OF_MODEL = {
     "enable_activation_offload": False,
     "use_remove_padding": True,
     "use_fused_kernels": False,
+    "use_liger": False,
 }
+_SWITCHES_OF_ACTOR = {
+    "use_torch_compile": True,
+    "use_fused_kernels": False,
+    "use_prefix_grouper": False,
+    "entropy_checkpointing": False,
+}
+"""Switches of which plans have the usual state alone."""
 _STRATEGIES = {"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}
 _ACTOR = "actor_rollout_ref.actor"
 
@@ -219,9 +229,64 @@ def _megatron(degrees: Settings, config: ParsedConfig) -> None:
     virtual = degrees.count("virtual_pipeline_model_parallel_size")
     if virtual and config.pipeline > 1:
         config.virtual_stages = virtual
-        config.schedule = schedule_with(virtual)
+        config.schedule = megatron.schedule_with(virtual)
     config.sequence_parallel = degrees.flag("sequence_parallel") is not False
     config.zero = 0 if degrees.flag("use_distributed_optimizer") is False else 1
+    _overrides(degrees, config)
     for key in ("param_offload", "optimizer_offload", "grad_offload"):
         if degrees.flag(key):
             config.assumed.append(f"{key}: states are on the device while the actor is updated")
+
+
+def _overrides(degrees: Settings, config: ParsedConfig) -> None:
+    """Read settings of Megatron Core's TransformerConfig, as arguments of Megatron."""
+    inside = degrees.part("override_transformer_config")
+    for key in _FUSED:
+        inside.expect(key, True)
+    theirs = {key: inside.pop(key) for key in inside.unread}
+    if not theirs:
+        config.gather(inside, _OVERRIDES)
+        return
+    degree = {
+        "tensor-model-parallel-size": config.tensor,
+        "pipeline-model-parallel-size": config.pipeline,
+        "expert-model-parallel-size": config.expert,
+        "overlap-param-gather": True,
+    }
+    names = {key: _NAMES.get(key, key.replace("_", "-")) for key in theirs}
+    read = megatron.of_flags(degree | {names[key]: value for key, value in theirs.items()})
+    config.options += read.options
+    if "recompute_granularity" in theirs:
+        config.recompute, config.recomputed = read.recompute, read.recomputed
+    config.ends, config.lighter = read.ends, read.lighter
+    for key, name in names.items():
+        for words, found in (
+            (config.unknown, read.unknown),
+            (config.without_effect, read.without_effect),
+        ):
+            words += [
+                f"{_OVERRIDES}.{key}{word.removeprefix(f'--{name}')}"
+                for word in found
+                if word.partition("=")[0] == f"--{name}"
+            ]
+    config.gather(inside, _OVERRIDES)
+
+
+_OVERRIDES = f"{_ACTOR}.megatron.override_transformer_config"
+_NAMES = {
+    "num_layers_in_first_pipeline_stage": "decoder-first-pipeline-num-layers",
+    "num_layers_in_last_pipeline_stage": "decoder-last-pipeline-num-layers",
+}
+"""Names of arguments whose settings have others."""
+_FUSED = (
+    "apply_rope_fusion",
+    "bias_activation_fusion",
+    "bias_dropout_fusion",
+    "deallocate_pipeline_outputs",
+    "gradient_accumulation_fusion",
+    "masked_softmax_fusion",
+    "moe_grouped_gemm",
+    "moe_permute_fusion",
+    "persist_layer_norm",
+)
+"""Switches that plans have on."""
