@@ -482,8 +482,8 @@ def _warnings(mine: Prediction, best: Prediction) -> Iterator[str]:
 def import_plan(
     source: str,
     *,
-    of: str,
     cluster: str,
+    of: str | None = None,
     model: str | None = None,
     seq_len: int | None = None,
     global_batch: int | None = None,
@@ -494,7 +494,8 @@ def import_plan(
     """Read another framework's configuration as a plan; nothing of it is executed.
 
     `of` is the framework (`megatron`, `torchtitan`, `deepspeed`, ...) or `slurm`, a script that
-    runs one of them.  `values` are those of a script's variables (`SIZE=7`, `1=7`).
+    runs one of them; without it the settings tell.  `values` are those of a script's variables
+    (`SIZE=7`, `1=7`).
     `document_len` is of the data that it packs, as of `plan`.
     """
     from meshwright.planner.framework_configs import import_plan as configs  # noqa: PLC0415

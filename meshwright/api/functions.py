@@ -283,8 +283,8 @@ def export(
 def import_plan(
     path: str | Path,
     *,
-    of: str,
     cluster: str,
+    of: str | None = None,
     model: str | None = None,
     seq_len: int | None = None,
     global_batch: int | None = None,
@@ -294,7 +294,8 @@ def import_plan(
     """Read another framework's configuration as a plan; nothing in it is executed.
 
     `of` is megatron, megatron-bridge, torchtitan, deepspeed, accelerate, transformers, nanotron,
-    fsdp, or slurm: a script that runs one of them.  `values` are those of a script's variables.
+    fsdp, or slurm: a script that runs one of them; without it the settings tell.  `values` are
+    those of a script's variables.
 
     >>> import meshwright, pathlib, tempfile
     >>> file = pathlib.Path(tempfile.mkdtemp(), "run.sh")

@@ -189,14 +189,14 @@ def compare(
 def import_(
     file: Annotated[str, typer.Argument(help="A framework's configuration, or a script")],
     of: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--from",
             help="megatron, megatron-bridge, nemo, torchtitan, deepspeed, accelerate, "
             "transformers, trl, llama-factory, axolotl, ms-swift, litgpt, verl, nanotron, fsdp; "
-            "slurm: a script that runs one of them",
+            "slurm: a script that runs one of them; by its settings if left out",
         ),
-    ],
+    ] = None,
     cluster: ClusterOption = None,
     model: Annotated[
         str | None,

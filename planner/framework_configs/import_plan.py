@@ -40,6 +40,7 @@ from meshwright.planner.documents.training import Training
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.framework_configs.bash.interpreter import ScriptEnvironment
 from meshwright.planner.framework_configs.harmless_words import not_understood
+from meshwright.planner.framework_configs.reader_choice import reader_of
 from meshwright.planner.framework_configs.readers import (
     accelerate,
     deepspeed,
@@ -375,7 +376,7 @@ class Imported:
 
 def import_plan(
     text: str,
-    of: str,
+    of: str | None,
     cluster: ClusterSpec,
     *,
     model: ModelGraph | None = None,
@@ -386,14 +387,17 @@ def import_plan(
 ) -> Imported:
     """Return the plan of a configuration's text; DocumentError names the reason if there is none.
 
+    `of` is None where its settings are to tell the framework.
     `model` is needed where the configuration names none of the catalogue.  `surroundings` are the
     values of a script's variables, and the files beside it.
     """
+    is_said, of = of is not None, of or reader_of(text)
     if of not in READERS:
         raise DocumentError("from", f"is '{of:.40}'; {nearest(of, list(READERS))}")
     reader = "slurm" if of in _OF_DOCUMENTS and shell.is_script(text) else of
     config = _config_of(text, of, reader, surroundings)
-    assumed = list(config.assumed)
+    kind = "a script (--from slurm)" if of == "slurm" else f"{of}'s (--from)"
+    assumed = [*([] if is_said else [f"it is read as {kind}"]), *config.assumed]
     graph = model if model is not None else _model(config, assumed)
     names = str(config.model.get("registered", ""))
     if model is not None and names and _catalogue_name(names) != graph.name:
