@@ -25,8 +25,8 @@ FAMILIES, BOUNDED, SOLVED, PROGRAMS = (
 )
 
 
-FEW = 10
-"""Part of the layouts within memory that are looked at although the lowest bound stays."""
+FEW, PART = 20, 10
+"""Layouts within memory, and part of all, that are looked at although the lowest bound stays."""
 
 
 class Tried:
@@ -74,9 +74,10 @@ class BySimulation(SearchSpace):
         settled = self.groups + len(self.bounds) - 1
         if level == settled - 1:
             return self.tried.has_left(SOLVED, self.tried.effort.solved)
-        stays = self.tried.goal.blocked
+        most = self.tried.effort.layouts
+        few = min(most, max(FEW, most // PART))
         return level < settled and (
-            not stays or self.tried.has_left(BOUNDED, self.tried.effort.layouts // FEW)
+            not self.tried.goal.blocked or self.tried.has_left(BOUNDED, few)
         )
 
 
