@@ -121,7 +121,7 @@ class Step:
         """The same, of whose seconds some are known to be a rank's and not where they lie."""
         placed = self.placed()
         parts = placed.seconds[:, [0, 2, 3]]
-        kept = np.array([rng.choice([1.0, 0.7, 0.9]) for _ in range(parts.size)])
+        kept = np.array([rng.choice([1.0, 0.2, 0.9]) for _ in range(parts.size)])
         forward_s, inputs_s, weight_s = np.moveaxis(parts * kept.reshape(parts.shape), 1, 0)
         return replace(
             placed,
