@@ -290,7 +290,7 @@ def _prove(
     from meshwright.planner.search.spaces import simulations  # noqa: PLC0415 - chains need none of it
 
     every = simulations.simulated_spaces(spaces, goal, bound_s)
-    simulations.look_near(every, goal)
+    simulations.look_near(every, goal, start)
     for plan in every:
         queue.run(plan)
         proof.looked_at.update(plan.tried.looked_at)

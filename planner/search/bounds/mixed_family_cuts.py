@@ -34,6 +34,7 @@ from meshwright.planner.search.bounds.simulated_cuts import (
     cuts_bound_s,
     drained_backwards,
 )
+from meshwright.planner.search.bounds.simulated_mixed_devices import LayerPasses, WholeLayers
 from meshwright.planner.search.bounds.simulated_optimum import option_counts
 from meshwright.planner.search.partition.stage_counts import longest_run, shares_of
 from meshwright.planner.solver.partition_problem import Option
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
-MOST_WAYS = 20_000
+MOST_WAYS = 1_000
 """Ways in which the like layers of a rank may choose options, that are gone through."""
 
 
@@ -159,6 +160,8 @@ class FamilyCuts:
         self._kin: dict[tuple[object, ...], list[LayoutFamily]] = {}
         """Families by degrees, micro-batch and timetable."""
         self._known_s: dict[tuple[object, ...], float] = {}
+        self._parts_s: dict[tuple[object, ...], float] = {}
+        """Bounds of parts of one sharing, of any loss."""
         self._options: dict[tuple[object, ...], OptionsOfAll] = {}
         self._shapes: dict[tuple[str, int, int], ChainShape | None] = {}
         self._sent_s: dict[tuple[object, ...], float] = {}
@@ -188,11 +191,27 @@ class FamilyCuts:
             self._known_s[key] = self.bound_s(self._kin[key], limit_s)
         return self._known_s[key]
 
+    def part_bound_s(self, part: LayoutFamily, limit_s: float) -> float:
+        """Return seconds that no layout of a family's part simulates below, whatever its loss."""
+        key = kin_of(part), *_choices(part.part(losses=()))
+        if key not in self._parts_s:
+            alike = _choices(part.part(losses=(), sharings=(), savings=()))
+            self._parts_s[key] = self.bound_s(
+                [
+                    family.part(sharings=part.sharings, savings=part.savings)
+                    for family in self._kin[kin_of(part)]
+                    if _choices(family.part(losses=(), sharings=(), savings=())) == alike
+                ],
+                limit_s,
+            )
+        return self._parts_s[key]
+
     def bound_s(self, families: Sequence[LayoutFamily], limit_s: float) -> float:
         """Return seconds that no layout of some families simulates below, or the limit.
 
         The families have one timetable, degrees and micro-batches.  0 where nothing is known.
         """
+        families = _join_losses(families)
         layout = families[0].first
         shape = self._shape(layout)
         if shape is None:
@@ -200,16 +219,46 @@ class FamilyCuts:
         costs = self._candidates.group_costs
         numbers = costs.stages_of(layout)
         step_s = min(table.step_s for table in costs.tables.values())
+        if not self._fastest_ranks(families, shape, tuple(numbers.values())).are_enough(
+            limit_s - step_s
+        ):
+            return limit_s
         sent_s = min(map(self._shortest_s, families))
+        of_groups = [self._options_of(name, families) for name in numbers]
         columns: list[RankWays] = []
-        for number, name in enumerate(numbers):
-            of_all = self._options_of(name, families)
+        for number, of_all in enumerate(of_groups):
             columns += _columns(shape, layout, number, of_all, limit_s - step_s, sent_s)
         together = _join_ranks(columns, layout.pipeline, tuple(numbers.values()))
         if together is None:
             return limit_s
         hidden_s = (1 - of_all.costs.waits) * sent_s
         return min(limit_s, cuts_bound_s(layout, together, hidden_s, limit_s - step_s) + step_s)
+
+    def _fastest_ranks(
+        self, families: Sequence[LayoutFamily], shape: ChainShape, numbers: tuple[int, ...]
+    ) -> WholeLayers:
+        """Return the ranks of each group with their fastest options, nothing shared, in any memory.
+
+        A first forward that no backward follows counts nothing.
+        """
+        layout, kinds = families[0].first, list(dict.fromkeys(shape.chain))
+        every = [
+            self._candidates.passes_s(replace(family.first, loss=loss))[0]
+            for family in families
+            for loss in family.losses
+        ]
+        like, last = kinds.index(shape.chain[shape.like]), kinds.index(shape.chain[-1])
+        time_s = np.min(every, axis=0)
+        first_s = 0.0 * time_s if layout.executed_schedule.splits_backward else time_s
+        seconds = LayerPasses.from_seconds(layout.micro_batches * time_s, first_s, like, last)
+        return WholeLayers(
+            numbers=numbers,
+            room=[math.inf] * len(numbers),
+            passes=(seconds, seconds),
+            virtual_stages=layout.virtual_stages,
+            folded=layout.executed_schedule.placement == "v",
+            layers=shape.chain.count(shape.chain[shape.like]),
+        )
 
     def _shape(self, layout: Layout) -> ChainShape | None:
         """Return what the ranks of a layout have in common; None where no bound is known."""
@@ -390,6 +439,16 @@ def _sum_of_layers(shape: ChainShape, spans: RankSpans, figure: dict[str, float]
     ends = np.array([sum(figure[shape.chain[at]] for at in entry) for entry in shape.ends])
     total: Floats = figure[shape.chain[shape.like]] * spans.like + ends @ spans.has_end
     return total
+
+
+def _join_losses(families: Sequence[LayoutFamily]) -> list[LayoutFamily]:
+    """Return families with those as one that differ in how they compute the loss alone."""
+    joined: dict[tuple[object, ...], LayoutFamily] = {}
+    for family in families:
+        key = _choices(family.part(losses=()))
+        before = joined[key].losses if key in joined else ()
+        joined[key] = family.part(losses=(*before, *family.losses))
+    return list(joined.values())
 
 
 def kin_of(family: LayoutFamily) -> tuple[object, ...]:

@@ -79,8 +79,27 @@ class Placed:
     """Least seconds by which a transfer to the rank behind takes longer than others."""
     numbers: tuple[int, ...]
     """[type] Ranks on devices of it."""
+    more_s: Floats
+    """[column] Seconds of a micro-batch that some of the rank's layers take beside."""
+    more_in: NDArray[np.bool_]
+    """[column, part, stage] Whether they may be part of forward, of inputs or of weights there."""
     joints: int = 1
     """Number of places that are one but for the types that meet there."""
+
+    def passes_s(self) -> Floats:
+        """[column] Seconds of a micro-batch on the rank."""
+        passes_s: Floats = self.seconds[:, :2].sum(axis=(1, 2)) + self.more_s
+        return passes_s
+
+    def visited_s(self, visits: Floats) -> Floats:
+        """[column] Seconds of the `visits` [kind, stage] of some paths, wherever the rest is."""
+        seconds: Floats = np.einsum("cks,ks->c", self.seconds, visits)
+        rest = np.flatnonzero(self.more_s)
+        if len(rest):
+            parts = np.stack([visits[0], visits[1] + visits[2], visits[1] + visits[3]])
+            each = np.where(self.more_in[rest], parts, np.inf).min(axis=(1, 2))
+            seconds[rest] += self.more_s[rest] * each
+        return seconds
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -141,7 +160,7 @@ def rank_ways(layout: Layout, placed: Placed) -> RankWays:
     """Return columns with the seconds of the paths that stay with their rank."""
     count = layout.micro_batches
     forward_s, whole_s, inputs_s, _ = np.moveaxis(placed.seconds, 1, 0)
-    passes_s = (forward_s + whole_s).sum(axis=1)
+    passes_s = placed.passes_s()
     first = np.arange(len(placed.rank)), placed.rank
     drain = drained_backwards(
         layout.executed_schedule.name, layout.stages, layout.virtual_stages, count
@@ -151,8 +170,11 @@ def rank_ways(layout: Layout, placed: Placed) -> RankWays:
     if drain is not None:
         behind, whole = drain
         own_s = own_s - (whole_s - inputs_s) @ behind
+        own_s -= placed.more_s * np.where(placed.more_in[:, 2], behind, 0.0).max(axis=1)
         back_s = np.where(whole[placed.rank], whole_s[first], inputs_s[first])
         straight_s = forward_s[first] + back_s
+        if layout.virtual_stages == 1:
+            straight_s += np.where(placed.more_in[:, 2].any(axis=1), 0.0, placed.more_s)
     return RankWays(
         rank=placed.rank,
         first=placed.first,

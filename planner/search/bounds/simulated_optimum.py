@@ -27,8 +27,8 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -55,6 +55,10 @@ if TYPE_CHECKING:
     from meshwright.planner.search.bounds.layout_groups import StatedProblem
 
 MOST_COLUMNS = 6_000
+MOST_EXACT = 20_000
+"""Most ways to choose options on a rank of which the fastest within its bytes is looked for."""
+FIRST_WAYS = (1, 16, 64, 256)
+"""Number of the fastest of them that are looked at first, then those up to the next number."""
 MOST_ROUNDS = 60
 MOST_ITERATIONS = 1 << 30
 ROUND = 4
@@ -86,6 +90,10 @@ class RankColumn:
     """
     sync_s: float
     update_s: float
+    more_s: float = 0.0
+    """Seconds of a micro-batch beside, where these are the least of several choices."""
+    more_in: NDArray[np.bool_] | None = None
+    """[forward, inputs, weights; stage] Where those may be; None where there are none."""
 
 
 class CutPoints:
@@ -164,7 +172,7 @@ class ColumnProgram:
         read: Read,
     ) -> None:
         """`columns` are those of `placed`, one for each of its rows."""
-        self._layout, self._columns, self._placed, self._read = layout, columns, placed, read
+        self._layout, self._columns, self.placed, self._read = layout, columns, placed, read
         self._rows = listed[0].instance.sizes
         self._sizes = np.repeat(listed[0].places.sizes, placed.joints)
         self._step_s, self._transfer_s = listed[0].costs.step_s, hidden_s(listed[0].costs)
@@ -179,8 +187,8 @@ class ColumnProgram:
 
         A rank takes no longer than a step: T >= m t_r + σ_r.
         """
-        placed, count = self._placed, self._layout.micro_batches
-        alone_s = count * placed.seconds[:, :2].sum(axis=(1, 2)) + placed.sync_s
+        placed, count = self.placed, self._layout.micro_batches
+        alone_s = count * placed.passes_s() + placed.sync_s
         is_within = alone_s <= (limit_s - self._step_s) * (1 + ROUNDING)
         firsts, ends = placed.first // placed.joints, placed.end // placed.joints
         for rank in range(1, self._layout.pipeline):
@@ -194,14 +202,14 @@ class ColumnProgram:
 
     def cut_s(self, limit_s: float) -> float:
         """Return seconds that no cut simulates below, or `limit_s` if that is less."""
-        columns = rank_ways(self._layout, self._placed)
+        columns = rank_ways(self._layout, self.placed)
         low_s = cuts_bound_s(self._layout, columns, self._transfer_s, limit_s - self._step_s)
         return min(limit_s, low_s + self._step_s)
 
     def weighted_s(self, weights: PathWeights) -> float:
         """Return the least of all cuts by one mean of paths."""
-        placed, layout = self._placed, self._layout
-        each_s = np.einsum("cks,ks->c", placed.seconds, weights.visits)
+        placed, layout = self.placed, self._layout
+        each_s = placed.visited_s(weights.visits)
         each_s += weights.ends[placed.rank] * placed.sync_s
         each_s += (hops_behind(layout) @ weights.hops)[placed.rank] * placed.hop_s
         ways = Ways(placed, layout.pipeline)
@@ -246,7 +254,7 @@ class ColumnProgram:
 
     def _program(self) -> Program:
         program = Program(
-            self._layout, self._columns, self._placed, self._read, self._step_s, self._transfer_s
+            self._layout, self._columns, self.placed, self._read, self._step_s, self._transfer_s
         )
         if self._rows:
             program.keep_one(self._rows, self._sizes)
@@ -314,11 +322,13 @@ def choices_of(
     read: Read,
     *,
     fastest_only: bool = False,
+    among: ColumnProgram | None = None,
 ) -> ColumnProgram | None:
     """Return what ranks may hold on every type; None where that is too much.
 
     `of_types` and `numbers` [type] are its columns and how many ranks it has.  With `fastest_only`
-    there is one column for all that begin and end alike, no slower than any.
+    there is one column for all that begin and end alike, no slower than any: within memory by sums
+    of bytes, or, `among` those, by the bytes that a rank holds.
     On its type a rank's layers take at most as long as the limit leaves, at their fastest; those
     behind it do on whichever type is the fastest.  Of a graph, whose places are many, what ranks
     may hold is between places of such columns (`feasible_spans`).
@@ -327,6 +337,8 @@ def choices_of(
     if not fastest_only and not some.places.alike:
         loose = choices_of(layout, of_types, numbers, links, limit_s, read, fastest_only=True)
         within = None if loose is None else loose.feasible_spans(limit_s)
+    if among is not None:
+        within = among.feasible_spans(limit_s)
     stages, places, ranks = some.instance.stages, some.places, layout.pipeline
     most_s = (limit_s - some.costs.step_s) / layout.micro_batches * (1 + ROUNDING)
     own_s = [table.fastest_s for table in of_types]
@@ -359,7 +371,7 @@ def choices_of(
                 if within is not None and (rank, first, end, number) not in within:
                     continue
                 options = of_types[number].columns_between(
-                    rank, first, end, fastest_only=fastest_only
+                    rank, first, end, fastest_only=fastest_only, exact=among is not None
                 )
                 if options is None or len(columns) + len(options) > MOST_COLUMNS:
                     return None
@@ -412,6 +424,7 @@ class Columns:
             min(option.time_s for option in instance.kinds[kind]) for kind in instance.layers
         ]
         self._layout = layout
+        self._splits = layout.executed_schedule.splits_backward
         self._ways = ways
         self._problem = RankProblem(model, layout, costs, recompute)
         self._home = rank_of_stage(
@@ -424,6 +437,8 @@ class Columns:
         """Kinds of the entries between two places."""
         self._worth: dict[tuple[int, int], list[int]] = {}
         """[rank, kind] Options that no other is as fast as with as few bytes."""
+        self._best_of: dict[int, list[int]] = {}
+        """[kind] Options that no other is as fast as with as few bytes of every sort."""
         self._least_of: dict[tuple[int, int], LeastFigures] = {}
         """By rank and kind."""
         self._figures: dict[str, Floats] = {}
@@ -434,20 +449,21 @@ class Columns:
         """By rank and the number of entries of each kind: least seconds within memory by sums."""
 
     def columns_between(
-        self, rank: int, first: int, end: int, *, fastest_only: bool = False
+        self, rank: int, first: int, end: int, *, fastest_only: bool = False, exact: bool = False
     ) -> list[RankColumn] | None:
         """Return the columns of a rank between two places; None where there are too many.
 
-        With `fastest_only` one that no column is below, or none.
+        With `fastest_only` one that no column is below, or none; it is `exact` if the bytes that a
+        rank holds count, and not sums.
         """
         if self._ties:
             layers = set(self.places.between(first, end))
             if not all(tie.allows(rank, layers) for tie in self._ties):
                 return []
         kinds = self._kinds_between(first, end)
-        key = fastest_only, rank, kinds if self.places.alike else (first, end)
+        key = fastest_only, exact, rank, kinds if self.places.alike else (first, end)
         if key not in self._known:
-            which = self._quickest if fastest_only else self._new
+            which = partial(self._quickest, exact=exact) if fastest_only else self._new
             self._known[key] = which(rank, first, end, kinds)
         return self._known[key]
 
@@ -460,10 +476,12 @@ class Columns:
         return kinds
 
     def _too_many(self, kinds: tuple[int, ...]) -> bool:
+        return self._ways_to_choose(kinds) > self._ways
+
+    def _ways_to_choose(self, kinds: tuple[int, ...]) -> int:
         counts = {kind: kinds.count(kind) for kind in kinds}
         options = self.instance.kinds
-        ways = [math.comb(n + len(options[kind]) - 1, n) for kind, n in counts.items()]
-        return math.prod(ways) > self._ways
+        return math.prod(math.comb(n + len(options[kind]) - 1, n) for kind, n in counts.items())
 
     def _new(
         self, rank: int, first: int, end: int, kinds: tuple[int, ...]
@@ -581,12 +599,12 @@ class Columns:
         return self._sums[key]
 
     def _quickest(
-        self, rank: int, first: int, end: int, kinds: tuple[int, ...]
+        self, rank: int, first: int, end: int, kinds: tuple[int, ...], *, exact: bool = False
     ) -> list[RankColumn]:
         """Return a column that no other between two places is below; none if there is none.
 
-        It has the seconds of the fastest options, and what memory takes more by sums of bytes,
-        which does not go to the rank's first stage if it has others.
+        It has the seconds of the fastest options, and what memory takes more by sums of bytes, or
+        by `exact` ones, which does not go to the rank's first stage if it has others.
         """
         stage, counts = self.instance.stages[rank], Counter(kinds)
         least = [(self._least(rank, kind), number) for kind, number in counts.items()]
@@ -598,32 +616,43 @@ class Columns:
             return []
         summed_bytes = sum(number * of_kind.summed_bytes for of_kind, number in least)
         summed_bytes += max((of_kind.transient_bytes for of_kind, _ in least), default=0.0)
-        if summed_bytes > stage.free_bytes:
+        if exact and self._ways_to_choose(kinds) <= MOST_EXACT:
+            least_s = max(least_s, self._fitting_s(rank, (first, end), kinds))
+        elif summed_bytes > stage.free_bytes:
             key = rank, *sorted(counts.items())
             if key not in self._least_s:
                 self._least_s[key] = self._knapsack_s(rank, kinds)
             least_s = self._least_s[key]
         if least_s == math.inf:
             return []
-        column = self._column(rank, first, end, self._fastest(rank, kinds), least=True)
-        more_s = least_s - fastest_s
-        if not any(
-            self._is_trade(position) for position in self._positions(rank, first, end, kinds)
-        ):
-            last = max(stage for stage, home in enumerate(self._home) if home == rank)
-            column.seconds[1, last] += max(0.0, more_s * (1 - ROUNDING))
-        return [column]
+        fastest = self._fastest(rank, kinds)
+        column, of_fastest = (
+            self._column(rank, first, end, fastest, least=least) for least in (True, False)
+        )
+        # Options have seconds beside those of layers, the same for all of a kind.
+        more_s = least_s * (1 - ROUNDING) - fastest_s
+        more_s += float((of_fastest.seconds[:2] - column.seconds[:2]).sum())
+        if more_s <= 0.0:
+            return [column]
+        return [replace(column, more_s=more_s, more_in=self._varying(rank, first, end, kinds))]
 
-    def _positions(self, rank: int, first: int, end: int, kinds: tuple[int, ...]) -> Iterator[int]:
-        """Yield the positions of the layers between two places."""
+    def _varying(
+        self, rank: int, first: int, end: int, kinds: tuple[int, ...]
+    ) -> NDArray[np.bool_]:
+        """[forward, inputs, weights; stage] Where choices of the layers between two places differ.
+
+        All of it does where backwards are whole, and inputs have what weights have.
+        """
+        varying = np.zeros((3, self._layout.stages), dtype=bool)
         options = self._numbers((first, end), self._fastest(rank, kinds))
-        for layers in self._contents(rank, first, end, options).values():
-            yield from (position for position, _ in layers)
-
-    def _is_trade(self, position: int) -> bool:
-        """Return whether no choice of a layer takes the least in all that it does."""
-        figures = self._pass_seconds(position)
-        return not (figures == figures.min(axis=0)).all(axis=1).any()
+        for stage, layers in self._contents(rank, first, end, options).items():
+            for position in {position for position, _ in layers}:
+                figures = self._pass_seconds(position)[:, [0, 2, 3]]
+                varying[:, stage] |= figures.max(axis=0) > figures.min(axis=0) * (1 + ROUNDING)
+        if not self._splits:
+            varying[1] |= varying[2]
+            varying[2] = False
+        return varying
 
     def _pass_seconds(self, position: int) -> Floats:
         """[choice, kind of action] Seconds of a layer: forward, backward, its inputs, weights."""
@@ -652,6 +681,83 @@ class Columns:
             _, _, passes_s = self._within_sums(rank, most, given, worth[most[0]])
             least_s = min(least_s, float(passes_s.min(initial=math.inf)))
         return least_s
+
+    def _fitting_s(self, rank: int, span: tuple[int, int], kinds: tuple[int, ...]) -> float:
+        """Return the least seconds of entries within the bytes that a rank holds, or less.
+
+        That is what the next way takes where none of the fastest fits.
+        """
+        used = self.instance.used_bytes
+        assert used is not None, "asked for where it is"
+        if used.of_many is None:
+            return 0.0
+        options, seconds = self._every_way(rank, span, kinds)
+        layers, before = self.places.between(*span), self.places.places_before(span[0])
+        capacity = self.instance.stages[rank].capacity_bytes
+        order = np.argsort(seconds, kind="stable")
+        for first, end in itertools.pairwise((0, *FIRST_WAYS)):
+            if first >= len(order):
+                return math.inf
+            some = order[first:end]
+            sizes = used.of_many(rank, before, layers, options[some])
+            fits = sizes <= capacity + ROUNDING * abs(capacity)
+            if fits.any():
+                return float(seconds[some[int(np.argmax(fits))]])
+        return float(seconds[order[end:]].min(initial=math.inf))
+
+    def _every_way(
+        self, rank: int, span: tuple[int, int], kinds: tuple[int, ...]
+    ) -> tuple[Indices, Floats]:
+        """[way, entry] Options of entries that are within memory by sums of bytes; [way] seconds.
+
+        Of like entries those that recompute more come first, as in `_along`.
+        """
+        among = {
+            kind: self._best_options(kind) if number == 1 else range(len(self.instance.kinds[kind]))
+            for kind, number in Counter(kinds).items()
+        }
+        (main, count), others, numbers = self._main_kind_and_rest(kinds, among)
+        is_main = np.array([kind == main for kind in kinds])
+        rows, seconds = list[Indices](), list[Floats]()
+        for beside in numbers:
+            given = dict(zip(others, beside, strict=True))
+            order, ways, passes_s = self._within_sums(rank, (main, count), given)
+            falling = np.argsort(order)[::-1]
+            each = np.tile(np.array(order)[falling], len(ways))
+            options = np.zeros((len(ways), len(kinds)), dtype=np.intp)
+            options[:, is_main] = np.repeat(each, ways[:, falling].ravel()).reshape(-1, count)
+            options[:, ~is_main] = _along(tuple(kind for kind in kinds if kind != main), given)
+            rows.append(options)
+            seconds.append(passes_s)
+        every = np.concatenate(rows)
+        if self._kept:
+            numbered = [self._numbers(span, tuple(row)) for row in every.tolist()]
+            every = np.array(numbered, dtype=np.intp).reshape(every.shape)
+        return every, np.concatenate(seconds)
+
+    def _best_options(self, kind: int) -> list[int]:
+        """Return options of a kind that none other is as fast as with as few bytes of every sort.
+
+        Of a single entry any of these does for the others: its place does not depend on them.
+        """
+        if kind not in self._best_of:
+            entry = self.instance.layers.index(kind)
+            figures = []
+            for at, option in enumerate(self.instance.kinds[kind]):
+                layer_bytes = self._problem.layer_bytes(entry, self._kept_number(kind, at))
+                figures.append((option.time_s, *layer_bytes))
+            kept: list[int] = []
+            for at in sorted(range(len(figures)), key=lambda at: figures[at]):
+                if not any(
+                    all(a <= b for a, b in zip(figures[other], figures[at], strict=True))
+                    for other in kept
+                ):
+                    kept.append(at)
+            self._best_of[kind] = kept
+        return self._best_of[kind]
+
+    def _kept_number(self, kind: int, option: int) -> int:
+        return self._kept[kind][option] if self._kept else option
 
     def _worthwhile(self, rank: int, kind: int) -> list[int]:
         """Return the options of a kind that may make the fastest choice of a rank within sums."""
@@ -751,9 +857,8 @@ class Columns:
 
         One choice may take less forward and another less backward: the loss in chunks.
         """
-        layout, action_s = self._layout, self.costs.action_s
-        stages, splits = layout.stages, layout.executed_schedule.splits_backward
-        seconds = np.zeros((len(KINDS), stages))
+        action_s, splits = self.costs.action_s, self._splits
+        seconds = np.zeros((len(KINDS), self._layout.stages))
         sync_s = update_s = 0.0
         options = self._numbers((first, end), options)
         for stage, layers in self._contents(rank, first, end, options).items():
@@ -849,6 +954,7 @@ def join_columns(
     if layout.executed_schedule.splits_backward:
         seconds[:, 2] += seconds[:, 1] - seconds[:, 3]
     chosen = [columns[at] for at in places.tolist()]
+    nowhere = np.zeros((3, layout.stages), dtype=bool)
     return chosen, Placed(
         rank=rank_of,
         first=first_of,
@@ -859,6 +965,10 @@ def join_columns(
         number=number_of,
         hop_s=(1 - costs.waits) * (rank_of < last) * (ahead - costs.transfer_s),
         numbers=tuple(numbers),
+        more_s=np.array([column.more_s for column in chosen]),
+        more_in=np.array(
+            [nowhere if column.more_in is None else column.more_in for column in chosen]
+        ).reshape(-1, 3, layout.stages),
         joints=joints,
     )
 
@@ -905,6 +1015,15 @@ def hops_behind(layout: Layout) -> Floats:
     return behind
 
 
+def _stage_mask(layout: Layout) -> NDArray[np.bool_]:
+    """[rank, stage] Whether the rank has it."""
+    home = rank_of_stage(
+        layout.schedule, stages=layout.stages, virtual_stages=layout.virtual_stages
+    )
+    stages: NDArray[np.bool_] = np.arange(layout.pipeline)[:, None] == np.array(home)
+    return stages
+
+
 class Program:
     """The program in HiGHS: columns, then ω and θ."""
 
@@ -932,6 +1051,10 @@ class Program:
         )
         self._placed = placed
         self._rank, self._seconds = placed.rank, placed.seconds
+        if placed.more_s.any():  # where paths are looked for, it is a part of all backwards
+            share = placed.more_s / layout.virtual_stages
+            self._seconds = self._seconds.copy()
+            self._seconds[:, 1:3] += share[:, None, None] * _stage_mask(layout)[self._rank][:, None]
         self._sync_s, self._update_s = placed.sync_s, placed.update_s
         self._unit_s = layout.micro_batches * float(self._seconds[:, :2].sum(axis=(1, 2)).max())
         self._highs = silent_highs()
@@ -947,10 +1070,7 @@ class Program:
         )
         for at in (number, number + 1):
             self._highs.changeColCost(at, 1.0)
-        self._integer, self._continuous = (
-            highspy.HighsVarType.kInteger,
-            highspy.HighsVarType.kContinuous,
-        )
+        self._integer = highspy.HighsVarType.kInteger
         self._optimal = highspy.HighsModelStatus.kOptimal
         self._infeasible = highspy.HighsModelStatus.kInfeasible
         self._links()
@@ -1012,7 +1132,7 @@ class Program:
 
     def _add(self, path: Path) -> None:
         """θ is at least the path, at all stage times."""
-        worth = np.einsum("cks,ks->c", self._seconds, path.visits)
+        worth = self._placed.visited_s(path.visits)
         worth += np.where(self._rank == path.rank, self._sync_s, 0.0)
         waiting_s = float(path.hops @ self._transfer_s) if len(path.hops) else 0.0
         if self._hops:
@@ -1045,10 +1165,9 @@ class Program:
         self._highs.setOptionValue("simplex_iteration_limit", most)
         low_s, before_s = 0.0, [0.0] * STALLED
         for whole in (False, True) if tried else (False,):
-            kind = self._integer if whole else self._continuous
-            for at in self._whole:
-                self._highs.changeColIntegrality(at, kind)
             if whole:
+                for at in self._whole:
+                    self._highs.changeColIntegrality(at, self._integer)
                 below = self._highs.getNumRow()
                 self.row(-self._infinite, self._units(limit_s), [number, number + 1], [1.0, 1.0])
             for _ in range(MOST_ROUNDS):

@@ -297,6 +297,14 @@ class RankProblem:
         """Return what a layer of the chain takes and has under one of its choices."""
         return self._pairs_of(self._chain[position])[choice][1]
 
+    def layer_bytes(self, entry: int, option: int) -> list[float]:
+        """Return what each layer that an entry stands for holds under an option, one by one."""
+        placed = [(entry, option)]
+        if self._shares is not None:
+            positions = self._shares.entries[entry]
+            placed = list(zip(positions, self._choices_of(entry)[option], strict=True))
+        return [float(field) for at, choice in placed for field in self._bytes_of(at)[choice]]
+
     def _choices_of(self, entry: int) -> list[tuple[int, ...]]:
         """[option] The choice of each layer that an entry stands for."""
         assert self._shares is not None

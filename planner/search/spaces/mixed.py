@@ -81,7 +81,7 @@ Their closed forms are near one another, and the simulated step decides."""
 
 
 MOST_KIN = 150
-"""Timetables whose layouts are all solved by the closed form, whether or not they are likely."""
+"""Timetables whose layouts are searched in the closed form, where there is no first plan."""
 FIRST, LOOSE, HAIR = 6, 1.4, 1e-3
 """Layouts that are solved to have a first plan; largest ratio of its step to what computation
 takes; relative excess over it of the bounds of layouts that are left out."""
@@ -108,8 +108,8 @@ class MixedSpace(GroupSpace):
     ) -> None:
         """The integer program decides where it is asked to, or else the exact solver.
 
-        With `likely` layouts are left out of many that cannot simulate faster than a first plan,
-        be it of another set of groups.
+        With `likely` pipelines are left out where they are many and a first plan is known, be it
+        of another set of groups: they are bounded by what they simulate.
 
         `effort` is left for graphs that have too many downsets, `most_nodes` of the tree of the
         integer program of one layout's hosts and ties.
@@ -144,23 +144,21 @@ class MixedSpace(GroupSpace):
             yield from families
             return
         self.families.group_kin(family for _, family in families)
-        limit_s = math.inf
         likely = self._likely
-        if likely is not None:
-            if likely.step_s == math.inf and len(self.families.kin) > MOST_KIN:
-                bounds_s = {id(family): bound_s for bound_s, family in families}
-                likely.step_s = self._first_step_s(self.families, bounds_s)
-            limit_s = likely.step_s * (1 + HAIR)
+        if likely is not None and (likely.step_s < math.inf or len(self.families.kin) > MOST_KIN):
+            bounds_s = {id(family): bound_s for bound_s, family in families}
+            likely.step_s = self._first_step_s(self.families, bounds_s, likely.step_s)
+        limit_s = math.inf if likely is None else likely.step_s * (1 + HAIR)
         for bound_s, family in families:
-            if limit_s < math.inf and (
-                bound_s >= limit_s or self.families.kin_bound_s(family, limit_s) >= limit_s
-            ):
+            if limit_s < math.inf and (bound_s >= limit_s or family.degrees.pipeline > 1):
                 self.passed_over_s = min(self.passed_over_s, bound_s)
             else:
                 yield bound_s, family
 
-    def _first_step_s(self, families: FamilyCuts, bounds_s: dict[int, float]) -> float:
-        """Return the simulated step of a plan that is likely to be fast; inf if none was found.
+    def _first_step_s(
+        self, families: FamilyCuts, bounds_s: dict[int, float], step_s: float
+    ) -> float:
+        """Return the simulated step of a plan that is likely to be fast, or `step_s` if less.
 
         `bounds_s` are those of families by their ids.  Of each mesh the timetables with the least
         computation are bounded, and the lowest solved.
@@ -172,12 +170,11 @@ class MixedSpace(GroupSpace):
                 by_mesh.setdefault(kin[0].degrees, []).append((least_s, number, kin[0]))
         some = [entry for mesh in by_mesh.values() for entry in sorted(mesh)[:: len(mesh) // 3 + 1]]
         if not some:
-            return math.inf
-        limit_s = LOOSE * min(some)[0]
+            return step_s
+        limit_s = min(step_s, LOOSE * min(some)[0])
         bounded = [
             (families.bound_s(families.kin[number], limit_s), number) for _, number, _ in some
         ]
-        step_s = math.inf
         for least_s, number in sorted(bounded)[:FIRST]:
             if least_s >= min(step_s, limit_s):
                 break

@@ -25,6 +25,10 @@ FAMILIES, BOUNDED, SOLVED, PROGRAMS = (
 )
 
 
+FEW, PART = 20, 10
+"""Layouts within memory, and part of all, that are looked at although the lowest bound stays."""
+
+
 class Tried:
     """Numbers of layouts of a space that got each bound; its plans are offered to a goal."""
 
@@ -64,15 +68,16 @@ class BySimulation(SearchSpace):
     def may_refine(self, level: int) -> bool:
         """Return whether an entry of a level may get another bound; `Effort.solved` are solved.
 
-        Where no more are looked at within memory and the lowest bound stays, those of others do
-        not matter.
+        Where the lowest bound stays, those of others matter for their plans alone, and a few of
+        them are looked at.
         """
         settled = self.groups + len(self.bounds) - 1
         if level == settled - 1:
             return self.tried.has_left(SOLVED, self.tried.effort.solved)
-        stays = self.tried.goal.blocked
+        most = self.tried.effort.layouts
+        few = min(most, max(FEW, most // PART))
         return level < settled and (
-            not stays or self.tried.has_left(BOUNDED, self.tried.effort.layouts)
+            not self.tried.goal.blocked or self.tried.has_left(BOUNDED, few)
         )
 
 

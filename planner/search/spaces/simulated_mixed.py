@@ -101,21 +101,34 @@ class SimulatedMixed(BySimulation, MixedSpace):
         """Means of paths that bounded a layout of a timetable."""
         self.closed_form, self.tried, self._unpiped_s = space, tried, closed_form_s * (1 - ROUNDING)
 
-    groups = 2
+    groups = 3
 
     @property
     def levels(self) -> Sequence[str]:
         """Names of the bounds that exclude entries at each level."""
         first, *names = [name for name, _ in self.bounds]
-        return (first, BOUNDS[CUTS], BOUNDS[CUTS], *names)
+        return (first, *[BOUNDS[CUTS]] * self.groups, *names)
 
     def expand(self, level: int, some: Sequence[QueueEntry]) -> Iterable[Next]:
-        """Bound all cuts of some families, or yield their layouts."""
-        if level:
-            yield from super().expand(level, some)
-            return
+        """Bound all cuts of some families, then of their parts of one sharing each.
+
+        The layouts of a graph are not bounded together.
+        """
         for entry in some:
-            yield max(entry.bound_s, self._kin_bound_s(entry.item)), 1, entry.item
+            families, family = self.families, entry.item
+            if families is None:
+                yield from super().expand(level, [entry])
+            elif level == 0:
+                yield max(entry.bound_s, self._kin_bound_s(family)), 1, family
+            elif level == 1:
+                for sharing, saving in itertools.product(family.sharings, family.savings):
+                    part = family.part(sharings=(sharing,), savings=(saving,))
+                    yield entry.bound_s, 2, part
+            else:
+                part_s = families.part_bound_s(family, self.tried.goal.limit_s)
+                yield from super().expand(
+                    level, [entry._replace(bound_s=max(entry.bound_s, part_s))]
+                )
 
     def _kin_bound_s(self, family: LayoutFamily) -> float:
         """Return seconds that no layout with a family's timetable simulates below, or the limit.
@@ -169,25 +182,28 @@ class SimulatedMixed(BySimulation, MixedSpace):
     def _any_cut_s(self, layout: Layout) -> float:
         """Least seconds of all cuts of the layouts that differ in how they compute the loss alone.
 
-        Ranks have the least that options have: by paths that stay with a rank, then by mixtures.
+        Ranks have the least that options have: by paths that stay with a rank, with sums of bytes
+        and with the bytes that ranks hold, then by mixtures.
         Where ranks are not known by themselves the partition problem bounds the splits.
         """
         limit_s = self.tried.goal.limit_s
         columns = self.columns(layout, limit_s, any_loss=True)
-        loose = None
+        choices = None
         if columns is not None:
-            loose = self.choices(layout, columns, limit_s, fastest_only=True)
-        if loose is None:
+            choices = self.choices(layout, columns, limit_s, fastest_only=True)
+        if columns is None or choices is None:
             least_s = max(map(self.split_bound_s, self._problems(layout, any_loss=True)))
             return least_s + self.step_s(layout)
-        if not loose.size:
-            return limit_s
-        low_s = loose.cut_s(limit_s)
+        low_s = choices.cut_s(limit_s) if choices.size else limit_s
+        if low_s < limit_s:
+            choices = self.choices(layout, columns, limit_s, fastest_only=True, among=choices)
+            assert choices is not None, "there are no more than by sums"
+            low_s = max(low_s, choices.cut_s(limit_s) if choices.size else limit_s)
         if low_s >= limit_s:
             return limit_s
         effort = self.tried.effort
         key = timetable(layout), layout.micro_batches, kind(layout)
-        mixed_s = loose.mixed_s(
+        mixed_s = choices.mixed_s(
             limit_s,
             self._means.setdefault(key, []),
             actions=effort.actions,
@@ -364,16 +380,34 @@ class SimulatedMixed(BySimulation, MixedSpace):
         ]
 
     def choices(
-        self, layout: Layout, columns: Sequence[Columns], limit_s: float, *, fastest_only: bool
+        self,
+        layout: Layout,
+        columns: Sequence[Columns],
+        limit_s: float,
+        *,
+        fastest_only: bool,
+        among: ColumnProgram | None = None,
     ) -> ColumnProgram | None:
-        """Return what ranks may hold on every type; None where that is too much."""
+        """Return what ranks may hold on every type; None where that is too much.
+
+        The fastest are within sums of bytes; `among` those, within the bytes that ranks hold.
+        """
         numbers = list(self.costs.stages_of(layout).values())
         read = partial(self.read, layout)
         links = self.links(layout)
         if fastest_only:  # whatever meets, over the fastest link: a place is one for all types
             least_s = np.min([link_s for row in links for link_s in row], axis=0)
             links = [[least_s] * len(links)] * len(links)
-        return choices_of(layout, columns, numbers, links, limit_s, read, fastest_only=fastest_only)
+        return choices_of(
+            layout,
+            columns,
+            numbers,
+            links,
+            limit_s,
+            read,
+            fastest_only=fastest_only,
+            among=among,
+        )
 
     def read(
         self, layout: Layout, order: Sequence[int], ends: Sequence[int], options: Sequence[int]

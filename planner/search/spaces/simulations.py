@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from meshwright.planner.documents.model import ModelGraph
     from meshwright.planner.documents.plan import Layout
     from meshwright.planner.search.goals import SimulatedStepGoal
+    from meshwright.planner.search.plan_candidate import Ranked
     from meshwright.planner.solver.graph_instance import GraphInstance, GraphSolution
     from meshwright.planner.solver.partition_problem import Instance
 
@@ -94,11 +95,11 @@ class GraphColumns(Columns):
         return super()._new(rank, first, end, kinds)
 
     def _quickest(
-        self, rank: int, first: int, end: int, kinds: tuple[int, ...]
+        self, rank: int, first: int, end: int, kinds: tuple[int, ...], *, exact: bool = False
     ) -> list[RankColumn]:
         if self._too_many(kinds):
             return [self._column(rank, first, end, self._fastest(rank, kinds))]
-        return super()._quickest(rank, first, end, kinds)
+        return super()._quickest(rank, first, end, kinds, exact=exact)
 
     def _sure(self, kinds: tuple[int, ...], options: tuple[int, ...]) -> bool:
         """Return whether each layer's option is the fastest in every part of its seconds."""
@@ -236,15 +237,26 @@ def simulated_spaces(
     return every
 
 
-def look_near(every: Sequence[Any], goal: SimulatedStepGoal) -> None:
-    """Simulate what is like the best plan: other schedules and micro-batches.
+def look_near(every: Sequence[Any], goal: SimulatedStepGoal, plans: Sequence[Ranked]) -> None:
+    """Simulate what is like the best plan along a pipeline: other schedules and micro-batches.
+
+    It is one of some `plans`, and near the best of all.
 
     Layouts are judged by the least seconds of cuts, which are cheap; the least of them are solved,
     first those with the fewest stages a rank, then the fastest's schedule with others: what many
     stages of unequal ranks wait for each other is not seen in what ranks take by themselves.  Of
     the fastest the program chooses stages and recomputation.
     """
-    best, layout, effort = goal.best, goal.best.plan.layout, goal.effort
+    most_s = goal.step_s * (1 + NEAR)
+    along = [
+        plan
+        for plan in (goal.best, *plans)
+        if plan.plan.layout.pipeline > 1 and plan.prediction.step_time_s <= most_s
+    ]
+    if not along:
+        return
+    best = min(along, key=lambda plan: plan.prediction.step_time_s)
+    layout, effort = best.plan.layout, goal.effort
     groups = {stage.group for stage in best.plan.stages}
     space = next(
         (
@@ -255,7 +267,7 @@ def look_near(every: Sequence[Any], goal: SimulatedStepGoal) -> None:
         ),
         None,
     )
-    if space is None or layout.pipeline == 1:
+    if space is None:
         return
     limit_s = best.prediction.step_time_s * (1 + NEAR)
     every_alike = list(_alike(space, layout))

@@ -9,7 +9,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from meshwright.planner.catalog.expressions import resolve_cluster
 from meshwright.planner.documents.plan import Job, Layout
@@ -19,6 +21,7 @@ from meshwright.planner.requests.pins import Pins
 from meshwright.planner.requests.request import Request
 from meshwright.planner.search.bounds.mixed_device_bounds import GroupCandidates
 from meshwright.planner.search.bounds.mixed_family_cuts import FamilyCuts
+from meshwright.planner.search.bounds.simulated_cuts import Placed
 from meshwright.planner.search.bounds.simulated_mixed_devices import SimulatedGroupCandidates
 from meshwright.planner.search.goals import SimulatedStepGoal, SplitSolution
 from meshwright.planner.search.plan_candidate import Ranked
@@ -167,6 +170,49 @@ def test_no_layout_of_a_timetable_simulates_faster_than_all_together(
 
     assert 0.5 * min(steps_s) < bound_s <= min(steps_s) * (1 + 1e-9)
     assert together.bound_s(kin, 0.9 * bound_s) == pytest.approx(0.9 * bound_s)
+
+
+@pytest.mark.parametrize(("cluster", "layers", "layout"), SHARED, ids=lambda one: str(one)[:40])
+def test_the_fastest_that_a_rank_may_hold_is_the_least_of_all_that_it_may_hold(
+    cluster: str, layers: int, layout: Layout
+) -> None:
+    """Between the same places: in all that it does, and none above it in any mean of paths."""
+    own = MixedSpace(GroupCandidates(Request(llama(layers), resolve_cluster(cluster), JOB, Pins())))
+    solution = own.solve(layout, math.inf)
+    assert isinstance(solution, SplitSolution)
+    space = simulated(own, own.candidate_of(solution))
+    limit_s = 2 * space.tried.goal.step_s
+    columns = space.columns(layout, limit_s)
+    assert columns is not None
+    by_sums = space.choices(layout, columns, limit_s, fastest_only=True)
+    listed = space.choices(layout, columns, limit_s, fastest_only=False)
+    by_bytes = space.choices(layout, columns, limit_s, fastest_only=True, among=by_sums)
+    assert by_sums is not None and listed is not None and by_bytes is not None
+    numbers = np.random.default_rng(1)
+    whole = np.repeat([[1.0], [1.0], [0.0], [0.0]], layout.stages, axis=1)
+
+    for visits in (whole, *numbers.integers(0, 9, (12, 4, layout.stages)).astype(float)):
+        if not layout.executed_schedule.splits_backward:
+            visits[2:] = 0.0
+        least_s, by_bytes_s, by_sums_s = (
+            least_of_spans(choices.placed, visits) for choices in (listed, by_bytes, by_sums)
+        )
+        assert set(least_s) <= set(by_bytes_s) <= set(by_sums_s)
+        for span, seconds in least_s.items():
+            assert by_sums_s[span] * (1 - 1e-9) <= by_bytes_s[span] <= seconds * (1 + 1e-9)
+            if visits is whole:  # but for transfers, which take the least of all links
+                assert by_bytes_s[span] == pytest.approx(seconds, rel=1e-2)
+
+
+def least_of_spans(placed: Placed, visits: NDArray[np.float64]) -> dict[tuple[int, ...], float]:
+    """By rank, places and type, the least seconds of what may be between them."""
+    least_s: dict[tuple[int, ...], float] = {}
+    firsts, ends = placed.first // placed.joints, placed.end // placed.joints
+    spans = np.stack([placed.rank, firsts, ends, placed.number], axis=1)
+    for row, seconds in zip(spans.tolist(), placed.visited_s(visits).tolist(), strict=True):
+        span = tuple(row)
+        least_s[span] = min(seconds, least_s.get(span, math.inf))
+    return least_s
 
 
 @pytest.mark.parametrize("first", [None, ChunkedLoss(rows=1024, gradients="precomputed")])
