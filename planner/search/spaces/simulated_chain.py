@@ -116,8 +116,8 @@ class SimulatedChain(Families):
         """By a layout of those that differ in how they compute the loss alone."""
         self._means: dict[tuple[object, ...], list[PathWeights]] = {}
         """Means of paths that bounded a layout of a timetable."""
-        self._excluded, self._bounded = Covering(), Covering()
-        """Layouts that do not beat the best; those that were bounded within memory."""
+        self._bounded = Covering()
+        """Layouts that were bounded within memory."""
 
     @property
     def bounds(self) -> Sequence[tuple[str, Bound]]:
@@ -173,7 +173,7 @@ class SimulatedChain(Families):
     def _memory_s(self, layout: Layout) -> float | Pruned:
         """Return the least of a layout with what each rank has."""
         costs_of = self.closed_form.costs_of
-        if self._excluded.cover(layout, costs_of) or self._bounded.cover(layout, costs_of):
+        if self._bounded.cover(layout, costs_of):
             self._unspend(LAYOUT, layout)
             return Pruned(DOMINATED)
         self._bounded.add(layout, costs_of(layout))
@@ -187,7 +187,7 @@ class SimulatedChain(Families):
             else:
                 self._unspend(LAYOUT, layout)
             least_s = together.memory_s
-        return self._bounded_s(layout, least_s)
+        return least_s
 
     def _together(self, layout: Layout) -> _AnyLoss:
         """Return what is known of the layouts that differ in how they compute the loss alone."""
@@ -197,17 +197,14 @@ class SimulatedChain(Families):
             self._any_loss[key] = _AnyLoss(stated)
         return self._any_loss[key]
 
-    def _cut_s(self, layout: Layout) -> float | Pruned:
+    def _cut_s(self, layout: Layout) -> float:
         """Return the least of a layout's cuts by paths; 0 if that is not known."""
-        if self._excluded.cover(layout, self.closed_form.costs_of):
-            self._unspend(WITHIN_MEMORY, layout)
-            return Pruned(DOMINATED)
         together = self._together(layout)
         if together.cut_s is None:
             together.cut_s = self._cuts_s(layout, together.stated)
         else:
             self._unspend(WITHIN_MEMORY, layout)
-        return self._bounded_s(layout, together.cut_s)
+        return together.cut_s
 
     def _cuts_s(self, layout: Layout, stated: StatedProblem) -> float:
         """Return the least of all cuts of a problem, with the least that options have first.
@@ -244,19 +241,19 @@ class SimulatedChain(Families):
             relaxed = replace(instance, used_bytes=None)
             solution = self.closed_form.solver(relaxed, self.goal.limit_s - step_s - waited_s)
             if isinstance(solution, Infeasible):
-                return self._bounded_s(layout, math.inf)
+                return math.inf
             if isinstance(solution, Solution | CutOff):
                 most_s = max(most_s, solution.lower_bound_s + step_s + waited_s)
             if isinstance(solution, Solution):
                 self._try(layout, solution)
         if most_s < self.goal.limit_s:
             self.try_likeliest(layout)
-        return self._bounded_s(layout, most_s)
+        return most_s
 
     def _program_s(self, layout: Layout) -> float:
         """Return the least of a layout by its program; 0 if that is not known."""
         known_s = self._polished.pop(layout, None)
-        return self._bounded_s(layout, self._by_program(layout) if known_s is None else known_s)
+        return self._by_program(layout) if known_s is None else known_s
 
     def _by_program(self, layout: Layout) -> float:
         effort = self.goal.effort
@@ -284,12 +281,6 @@ class SimulatedChain(Families):
             ways=self.goal.effort.ways,
             fastest_only=fastest_only,
         )
-
-    def _bounded_s(self, layout: Layout, bound_s: float) -> float:
-        """Keep the costs of a layout that does not beat the best, for those that can do no more."""
-        if bound_s >= self.goal.limit_s:
-            self._excluded.add(layout, self.closed_form.costs_of(layout))
-        return bound_s
 
     def _unspend(self, level: int, layout: Layout) -> None:
         self.spent.entries[level] -= 1
