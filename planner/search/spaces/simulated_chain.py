@@ -110,8 +110,6 @@ class SimulatedChain(Families):
         super().__init__(SimulatedCandidates.from_candidates(space.candidates))
         self.closed_form, self.goal, self.spent = space, goal, spent
         self._unpiped_s = closed_form_s * (1 - ROUNDING)
-        self._polished: dict[Layout, float] = {}
-        """Seconds that programs of layouts have found before their turn."""
         self._any_loss: dict[Layout, _AnyLoss] = {}
         """By a layout of those that differ in how they compute the loss alone."""
         self._means: dict[tuple[object, ...], list[PathWeights]] = {}
@@ -252,10 +250,6 @@ class SimulatedChain(Families):
 
     def _program_s(self, layout: Layout) -> float:
         """Return the least of a layout by its program; 0 if that is not known."""
-        known_s = self._polished.pop(layout, None)
-        return self._by_program(layout) if known_s is None else known_s
-
-    def _by_program(self, layout: Layout) -> float:
         effort = self.goal.effort
         choices = self._choices(layout, self.closed_form.candidates.problem_of(layout))
         if choices is None:
@@ -307,13 +301,6 @@ class SimulatedChain(Families):
         instance, more_s = self.candidates.likely(layout)
         return bounds.counted_s(instance) + more_s
 
-    def polish(self, layout: Layout) -> None:
-        """Let the program of a layout choose its stages and recomputation."""
-        self.spent.entries[OPTIMUM] += 1
-        low_s = self._by_program(layout)
-        if low_s > 0.0:
-            self._polished[layout] = low_s
-
     def opened_layouts(self) -> Bounded:
         """Return the layouts of parts that the closed form has bounded."""
         return [
@@ -340,7 +327,7 @@ class SimulatedChain(Families):
 
 
 def look_near(spaces: Sequence[SimulatedChain], home: SimulatedChain, best: Ranked) -> None:
-    """Solve and simulate the layouts that are likely to be the fastest, then polish the best.
+    """Solve and simulate the layouts that are likely to be the fastest.
 
     They come from parts of the space that the closed form has bounded, transfers left out, below
     its own optimum `best`, and from its layout's other schedules.  Of those that differ in sharing
@@ -356,13 +343,6 @@ def look_near(spaces: Sequence[SimulatedChain], home: SimulatedChain, best: Rank
         )
     ]
     _look_among(goal, bounded, goal.effort)
-    # The best that is known may be a plan of another part of the cluster, which is none of here.
-    owner, fastest = min(
-        ((home, best), *goal.found), key=lambda plan: plan[1].prediction.step_time_s
-    )
-    layout, step_s = fastest.plan.layout, fastest.prediction.step_time_s
-    if layout.pipeline > 1 and goal.effort.programs and step_s < goal.step_s * (1 + NEAR):
-        owner.polish(layout)
 
 
 def look_among(goal: SimulatedStepGoal, waiting: Iterable[QueueEntry], effort: Effort) -> None:
