@@ -512,10 +512,14 @@ class FamilyBounds(Configurations):
         return (
             steady,
             fill,
-            fill if schedule.splits_backward else 0.0,
+            fill if self._leaves_w_out(layout) else 0.0,
             share * max(0, layout.pipeline * actions - 2),
             share * max(0, actions - (2 if schedule.placement == "v" else 1)),
         )
+
+    def _leaves_w_out(self, layout: Layout) -> bool:
+        """Return whether `fill` counts what W takes back as credits."""
+        return layout.executed_schedule.splits_backward
 
     def _actions(self, layout: Layout, fill: float) -> int:
         """Return the actions of a rank for one micro-batch that a pace with `fill` counts."""
@@ -624,7 +628,10 @@ class FamilyBounds(Configurations):
         for pace in self._paces_of(part).one_by_one(len(self.paces(part.first))):
             ((steady, fill, credited, actions, fewest_s),) = np.array(pace)[:, 0].T.tolist()
             # Both are arrays [sharing].
-            passes_s, once_s = self._with_once(part, fill, moved.passes_s, moved.once_s)
+            alone_s = self._chain.fastest_s[list(self._counts).index(commonest), number]
+            passes_s, once_s = self._with_once(
+                part, fill, moved.passes_s, moved.once_s, alone_s=float(alone_s)
+            )
             each_s.append(
                 bounds.balanced_s(
                     [*rows, (layers, cast(float, passes_s), cast(float, once_s))],
@@ -696,8 +703,13 @@ class FamilyBounds(Configurations):
         fill: float,
         passes_s: bounds.Floats,
         once_s: bounds.Floats,
+        *,
+        alone_s: float = 0.0,
     ) -> tuple[bounds.Floats, bounds.Floats]:
-        """Return a layer's seconds of each micro-batch and those once per step, as they count."""
+        """Return a layer's seconds of each micro-batch and those once per step, as they count.
+
+        Of `passes_s` `alone_s` is what it takes with nothing shared.
+        """
         return passes_s, once_s
 
 

@@ -15,7 +15,7 @@ counts.
                      1 / (1 - (1 - 1/m)^P)    under 1F1B with m <= P
     K Σ_r (t_r - w_r)
                      1 / (1 - (1 - 1/m)^(P V)) where backwards are split, w_r being seconds of W
-    K Σ_r t_r        `forward_fill` where backwards are split and devices differ
+    K Σ_r t_r        `forward_fill` where backwards are split
 
 The first K, under 1F1B with stages s of t_s = f_s + b_s seconds, one a rank: stage d computes
 m t_d, and the stages before it need pre_d = Σ_{s<d} t_s before its first forward and after its
@@ -47,7 +47,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -55,11 +55,12 @@ from meshwright.planner.costs.layer_strategy import Recomputes, choices_of
 from meshwright.planner.costs.layout_costs import LayoutCosts
 from meshwright.planner.documents.plan import Layout
 from meshwright.planner.documents.tolerances import ROUNDING
+from meshwright.planner.operators.operator_table import RECOMPUTES
 from meshwright.planner.schedules import schedule_of
 from meshwright.planner.search.bounds.layout_bounds import Candidates
 from meshwright.planner.search.bounds.layout_groups import StatedProblem
 from meshwright.planner.search.partition.layout_partition import boundaries_s
-from meshwright.planner.search.partition.stage_counts import LongestRun
+from meshwright.planner.search.partition.stage_counts import LongestRun, run_of
 from meshwright.planner.search.space import LayoutFamily
 from meshwright.planner.solver.bounds import path_bounds as bounds
 from meshwright.planner.solver.partition_problem import Instance
@@ -213,23 +214,61 @@ class SimulatedCandidates(Candidates):
     def paces(self, layout: Layout) -> tuple[Pace, ...]:
         """Return `steady` and `fill` of each bound of the simulated step."""
         count, virtual = layout.micro_batches, layout.virtual_stages
-        return paces(layout.schedule, layout.pipeline, count, virtual)
+        paces_of = paces(layout.schedule, layout.pipeline, count, virtual)
+        fill = self._forward_fill(layout, self._forward_share)
+        return (paces_of[0], (0.0, fill)) if fill else paces_of
+
+    def _forward_fill(self, layout: Layout, share: float) -> float:
+        """Return K by what forwards share in the seconds of layers; 0 if others say as much."""
+        return split_fill(layout, share, self._run)
+
+    @cached_property
+    def _forward_share(self) -> float:
+        """Least share of forward in the seconds of a layer, ends of the model aside."""
+        if self.tables.activations != ("keep",) or not self.families or self.model.edges:
+            return 0.0
+        shares = [
+            np.min(costs.whole_forward_s / costs.passes_s)
+            for kind, of_kind in self._chain.figures.items()
+            if kind not in self.tables.end_kinds
+            for choice, costs in zip(RECOMPUTES, of_kind, strict=True)
+            if choice in choices_of(self.recompute, kind)
+        ]
+        return float(min(shares, default=0.0))
+
+    @cached_property
+    def _run(self) -> LongestRun | None:
+        return run_of(self.model)
+
+    def _leaves_w_out(self, layout: Layout) -> bool:
+        """Return whether `fill` counts W's credits; a constant of forwards counts all seconds."""
+        split = layout.executed_schedule.splits_backward
+        return split and not self._forward_fill(layout, self._forward_share)
 
     def _actions(self, layout: Layout, fill: float) -> int:
         """Return the counted actions of a rank for a micro-batch, without W if `fill` omits it."""
         return 2 * layout.virtual_stages if fill else super()._actions(layout, fill)
 
     def _with_once(
-        self, part: LayoutFamily, fill: float, passes_s: bounds.Floats, once_s: bounds.Floats
+        self,
+        part: LayoutFamily,
+        fill: float,
+        passes_s: bounds.Floats,
+        once_s: bounds.Floats,
+        *,
+        alone_s: float = 0.0,
     ) -> tuple[bounds.Floats, bounds.Floats]:
         if fill:
+            if schedule_of(part.timetables[0].schedule).splits_backward:
+                counted = self._counted_whole(part.first, self._forward_share)
+                passes_s = alone_s + counted * (passes_s - alone_s)
             return passes_s, 0.0 * once_s
         return passes_s + once_s / part.micro_batches, 0.0 * once_s
 
     def _communication_s(self, layout: Layout) -> float:
         """Least seconds with what sharding takes, memory ignored."""
         costs, bound_s = self.tables.costs_of(layout), 0.0
-        for steady, fill in self._whole_paces(layout):
+        for steady, fill in self._whole_paces(layout, costs):
             once = 0.0 if fill else 1.0 / layout.micro_batches
             rows = []
             for kind, table in costs.kinds.items():
@@ -246,10 +285,23 @@ class SimulatedCandidates(Candidates):
             bound_s = max(bound_s, balanced_s)
         return bound_s * (1 - ROUNDING) + costs.step_s
 
-    def _whole_paces(self, layout: Layout) -> tuple[Pace, ...]:
-        """Return the paces that count both passes whole."""
+    def _whole_paces(self, layout: Layout, costs: LayoutCosts) -> tuple[Pace, ...]:
+        """Return the paces that count both passes whole, by what the layers of a layout take."""
         paces = self.paces(layout)
-        return paces[:1] if layout.executed_schedule.splits_backward else paces
+        if not layout.executed_schedule.splits_backward:
+            return paces
+        fill = self._forward_fill(layout, self._share_of(costs))
+        return (paces[0], (0.0, fill)) if fill else paces[:1]
+
+    def _share_of(self, costs: LayoutCosts) -> float:
+        if not self._forward_share:
+            return 0.0
+        return forward_share(costs, self.recompute, self.tables.end_kinds)
+
+    def _counted_whole(self, layout: Layout, share: float) -> float:
+        """Return how often K counts seconds that are no part of any forward, relatively."""
+        fill = self._forward_fill(layout, share)
+        return max(0.0, 1.0 - share / fill) if fill else 1.0
 
     def memory_s(self, layout: Layout) -> float:
         """Least seconds with what each stage can hold, by every pace that is known."""
@@ -287,9 +339,13 @@ class SimulatedCandidates(Candidates):
                 for table in base.kinds
             ),
         )
-        *_, (_, fill) = self._whole_paces(layout)
+        *_, (_, fill) = self._whole_paces(layout, costs)
         if not fill:
             return [(steady, 0.0)]
+        if layout.executed_schedule.splits_backward:
+            counted = self._counted_whole(layout, self._share_of(costs))
+            stages = (replace(stage, exposed_s=counted * stage.exposed_s) for stage in base.stages)
+            base = replace(base, stages=tuple(stages))
         unsynced = tuple(
             tuple(replace(option, sync_s=0.0) for option in table) for table in base.kinds
         )
