@@ -92,15 +92,13 @@ def covers(faster: LayoutCosts, other: LayoutCosts) -> bool:
     """
     if _beside_layers(faster, other):
         return False
-    for kind, parts in other.parts.items():
-        if len(faster.parts[kind]) != len(parts):
-            return False
-        if not all(
-            a.layer_bytes.no_more_than(b.layer_bytes)
-            for a, b in zip(faster.parts[kind], parts, strict=True)
-        ):
-            return False
-    return no_slower(faster, other)
+    if any(len(faster.parts[kind]) != len(parts) for kind, parts in other.parts.items()):
+        return False
+    return no_slower(faster, other) and all(
+        a.layer_bytes.no_more_than(b.layer_bytes)
+        for kind, parts in other.parts.items()
+        for a, b in zip(faster.parts[kind], parts, strict=True)
+    )
 
 
 MOST_KEPT = 24

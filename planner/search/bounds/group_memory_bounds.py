@@ -47,7 +47,7 @@ from meshwright.planner.search.bounds.stage_capacity import (
     capacity_bounds_s,
 )
 from meshwright.planner.search.bounds.whole_layer_paths import RankPaths, paths_s
-from meshwright.planner.search.partition.stage_counts import Shares, longest_run, shares_of
+from meshwright.planner.search.partition.stage_counts import longest_run, shares_of
 from meshwright.planner.search.space import LayoutFamily, ShardingChoice, Timetable
 
 if TYPE_CHECKING:
@@ -164,8 +164,8 @@ class _Ranks(NamedTuple):
     """Number of stages of each rank."""
     ends: Indices
     """[timetable, end] Rank of the model's first, last stage."""
-    relieved: tuple[Shares | None, ...]
-    """Shares of timetables whose rank of the last stage does not share evenly; None for others."""
+    relieved: NDArray[np.bool_]
+    """True for timetables whose rank of the last stage does not share evenly."""
     holding: Indices
     """Place in `_HELD`."""
     lowest: Floats
@@ -426,7 +426,7 @@ class MemoryBounds:
         """[rank] Counts of a rank for its like layers."""
         result = StageMemorySpread(*(np.zeros(len(problem)) for _ in range(3)))
         number = self._chain.counts[self._chain.commonest]
-        starts = np.cumsum(degree) - degree
+        relieved = (np.cumsum(degree) - degree + ranks.ends[:, 1])[ranks.relieved]
         for virtual in sorted(set(ranks.depths.tolist())):
             at = np.flatnonzero(ranks.depths[problem] == virtual)
             numbers = problem[at]
@@ -440,19 +440,11 @@ class MemoryBounds:
                 most_stored=stored.max(axis=0),
                 resident=options.resident_bytes.min(axis=0)[numbers],
             )
-            even = spread.evenly(room) if self._like and virtual > 1 else spread.alike(room)
+            even = spread.alike(room)
+            if self._like and virtual > 1:
+                even = spread.evenly_but(room, np.isin(at, relieved))
             for column, values in zip(result, even, strict=True):
                 column[at] = values
-            uneven: dict[Shares, list[int]] = {}
-            for n in np.flatnonzero(ranks.depths == virtual).tolist():
-                shares = ranks.relieved[n]
-                if shares is not None and self._like:
-                    uneven.setdefault(shares, []).append(starts[n] + shares.home[-1])
-            for shares, some in uneven.items():
-                there = np.array(some)
-                relief = spread.relieved_spread(room, shares, np.searchsorted(at, there))
-                for column, values in zip(result, relief, strict=True):
-                    column[there] = values
         return result
 
     def _bound_s(
@@ -734,8 +726,7 @@ def _ranks_of(
         layout = Layout(pipeline=ranks, schedule=name, virtual_stages=virtual)
         homes.append(rank_of_stage(name, stages=layout.stages, virtual_stages=virtual))
         shares = shares_of(kinds, name, ranks, virtual) if virtual > 1 else None
-        uneven = shares is not None and shares.is_relieved(homes[-1][-1])
-        relieved.append(shares if uneven else None)
+        relieved.append(shares is not None and shares.is_relieved(homes[-1][-1]))
         holding.append(holding_of(layout))
     depths = np.array([timetable.virtual_stages for timetable in timetables])
     sent = np.array([moments[0].sent.min() for moments in loads]) * keeps_sent
@@ -748,7 +739,7 @@ def _ranks_of(
         late,
         depths,
         np.array([(home[0], home[-1]) for home in homes]),
-        tuple(relieved),
+        np.array(relieved),
         np.array(holding),
         np.stack(lowest, axis=1),
     )
@@ -765,13 +756,12 @@ def _some(ranks: Sequence[_Ranks], degree: Indices, of_unit: Indices, kept: Indi
     late = early
     if any(memory.late is not memory.early for memory in some):
         late = MemoryMoment.together([memory.late for memory in some]).of_ranks(at)
-    relieved = [shares for memory in some for shares in memory.relieved]
     return _Ranks(
         early,
         late,
         np.concatenate([memory.depths for memory in some])[stays],
         np.concatenate([memory.ends for memory in some])[stays],
-        tuple(shares for shares, stay in zip(relieved, stays.tolist(), strict=True) if stay),
+        np.concatenate([memory.relieved for memory in some])[stays],
         np.concatenate([memory.holding for memory in some])[stays],
         np.concatenate([memory.lowest for memory in some])[stays],
     )

@@ -168,6 +168,7 @@ class Configurations:
         self._executes = rules or rules_of(self.framework)
         self._known_rows: dict[tuple[int, int, str], Rows | None] = {}
         self._known_instances: dict[Layout, Instance] = {}
+        self._known_refusals: dict[Layout, str | None] = {}
         self.refused: Counter[str] = Counter()
         self.families = list(
             executable_families(request, self._refusal_of, self._refusal_of, self.refused, degrees)
@@ -180,6 +181,11 @@ class Configurations:
 
     def refusal(self, layout: Layout) -> str | None:
         """Return why no plan is made of a layout, or None if one can be."""
+        if layout not in self._known_refusals:
+            self._known_refusals[layout] = self._refusal(layout)
+        return self._known_refusals[layout]
+
+    def _refusal(self, layout: Layout) -> str | None:
         lacking = self._lacking(layout)
         if lacking is None and self.rows(layout) is None:
             lacking = (

@@ -45,8 +45,7 @@ from meshwright.planner.schedules.schedule_record import DEFERRED, LEAN
 from meshwright.planner.search.bounds.multi_stage_memory import (
     RankMemory,
     StageMemorySpread,
-    evenly,
-    relieved_spread,
+    evenly_but,
 )
 from meshwright.planner.search.partition.stage_counts import Shares, shares_of
 
@@ -381,13 +380,8 @@ class BytesBounds:
             most_stored=like.most_stored * ones,
             resident=like.resident * ones,
         )
-        split = evenly(ranks)
-        last = shares.home[-1]
-        if shares.is_relieved(last):
-            for column, value in zip(
-                split, relieved_spread(ranks, shares, np.array([last])), strict=True
-            ):
-                column[last] = value[0]
+        relieved = np.array([shares.is_relieved(rank) for rank in range(shares.ranks)])
+        split = evenly_but(ranks, relieved)
         always = split.in_flight * like.least_stored + like.resident
         # A stage of the solver has no layers of less than nothing.
         each_bytes = np.maximum(split.each_bytes, -always)

@@ -8,14 +8,10 @@ Arrays are [rank], or [stage of the rank, rank]; all ranks have V stages.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-
-if TYPE_CHECKING:
-    from meshwright.planner.search.partition.stage_counts import Shares
 
 Floats = NDArray[np.float64]
 
@@ -45,18 +41,6 @@ class RankMemory:
     least_stored: Floats
     most_stored: Floats
     resident: Floats
-
-    def at_places(self, places: NDArray[np.intp]) -> RankMemory:
-        """Return some of them."""
-        return RankMemory(
-            alive=self.alive[:, places],
-            kept_bytes=self.kept_bytes[:, places],
-            free_bytes=self.free_bytes[places],
-            number=self.number[places],
-            least_stored=self.least_stored[places],
-            most_stored=self.most_stored[places],
-            resident=self.resident[places],
-        )
 
     def layer_bytes(self, alpha: Floats) -> Floats:
         """[stage, rank] Bytes of a like layer there beside α of its stored ones, at least."""
@@ -101,39 +85,17 @@ def evenly(ranks: RankMemory) -> StageMemorySpread:
     return StageMemorySpread(alpha, slope, np.minimum(0.0, beside.min(axis=0)))
 
 
-def relieved_spread(
-    ranks: RankMemory, shares: Shares, places: NDArray[np.intp]
-) -> StageMemorySpread:
-    """Return what the ranks at `places` count, whose last stage takes what the others leave.
-
-    Their layers are those of `shares`: of n like ones each stage has some number, and what depends
-    on that is bounded by a line in n that meets it at the mean rank.
-    """
-    some = ranks.at_places(places)
-    alpha, sizes = some.alpha(), sizes_of(shares)
-    values = sizes @ some.layer_bytes(alpha)
-    mean = min(max(1, round(shares.run.alike / shares.ranks)), len(sizes) - 1)
-    beside = np.delete(np.arange(len(sizes)) - mean, mean)[:, None]
-    slopes = np.delete(values - values[mean], mean, axis=0) / beside
-    before, behind = slopes[:mean], slopes[mean:]
-    slope = np.minimum(before.max(axis=0), behind.min(axis=0, initial=np.inf))
-    slope = np.maximum(slope, -alpha * some.least_stored - some.resident)
-    number = np.arange(len(sizes))[:, None]
-    return StageMemorySpread(alpha, slope, (values - slope * number).min(axis=0))
-
-
-@lru_cache(maxsize=1 << 10)
-def sizes_of(shares: Shares) -> Floats:
-    """[n, stage] Layers of each stage, of n like layers on the last rank.
-
-    More than leave every other stage a layer, no rank has.
-    """
-    most = shares.run.alike - shares.virtual_stages * (shares.ranks - 1) + 2
-    numbers = range(min(most, shares.run.alike) + 1)
-    return np.array([shares.sizes(shares.home[-1], number) for number in numbers], dtype=float)
-
-
 def alike(ranks: RankMemory) -> StageMemorySpread:
     """Return what ranks count that may have any layers on any stage."""
-    lowest = ranks.alive.min(axis=0)
-    return StageMemorySpread(lowest, ranks.kept_bytes.min(axis=0), np.zeros(len(lowest)))
+    lowest = np.maximum(_LOWEST, ranks.alive.min(axis=0))
+    layer_bytes = ranks.layer_bytes(lowest).min(axis=0)
+    return StageMemorySpread(lowest, layer_bytes, np.zeros(len(lowest)))
+
+
+def evenly_but(ranks: RankMemory, relieved: NDArray[np.bool_]) -> StageMemorySpread:
+    """Return what ranks count whose stages are alike up to a layer, but for `relieved` [rank].
+
+    Their last stage takes what the other ranks leave.
+    """
+    both = zip(alike(ranks), evenly(ranks), strict=True)
+    return StageMemorySpread(*(np.where(relieved, free, even) for free, even in both))

@@ -13,7 +13,6 @@ counts.
                      micro-batch
     K Σ_r t_r        (m + P - 1) / P          under GPipe, and under 1F1B with m > P
                      1 / (1 - (1 - 1/m)^P)    under 1F1B with m <= P
-                     `looped_fill`            under interleaved 1F1B with m a multiple of P
     K Σ_r (t_r - w_r)
                      1 / (1 - (1 - 1/m)^(P V)) where backwards are split, w_r being seconds of W
     K Σ_r t_r        `forward_fill` where backwards are split
@@ -91,8 +90,6 @@ def paces(
     if flat(schedule, ranks) and (timetable.forwards_first or m > ranks):
         return steady, (0.0, (m + ranks - 1) / ranks)
     fill = counted_fill(ranks * virtual_stages, m)
-    if not timetable.splits_backward and virtual_stages > 1 and m % ranks == 0:
-        fill = max(fill, looped_fill(ranks, m, virtual_stages))
     # Without W, about a third of both passes, the second is rarely the higher one below that.
     enough = 1.5 * m if timetable.splits_backward else m
     return (steady, (0.0, fill)) if fill * ranks >= enough else (steady,)
@@ -181,43 +178,6 @@ def forward_share(
         if row.recompute in choices_of(recompute, kind)
     )
     return min(shares, default=0.0)
-
-
-@lru_cache(maxsize=1024)
-def looped_fill(ranks: int, micro_batches: int, virtual_stages: int) -> float:
-    """Return K with T >= K Σ t under interleaved 1F1B, m being a multiple of P.
-
-    Before stage q = v P + r begins, the first micro-batch passes q stages.  From then on until the
-    last backward of stage q, rank r does all its actions but P of each stage before q, forwards at
-    the beginning and backwards at the end.  Then the last micro-batch goes back through q stages:
-
-        T >= Σ_{s<q} x_s + m Σ_u x_{u P + r} - P Σ_{u<v} x_{u P + r}
-
-    In the mean over v, and over r with weights a_r, stage u P + r counts
-
-        m a_r + (1 - P a_r) (V - 1 - u) / V + A_r / V       A_r = Σ_{s>r} a_s
-
-    times.  That is linear in u, so it is K at least where it is for the first and the last u.  From
-    the last rank on, each a_r is the least that makes it so; K is valid if their sum is at most 1.
-
-    >>> round(looped_fill(8, 8, 2), 3), round(looped_fill(8, 32, 2), 3)
-    (1.203, 4.216)
-    """
-    p, m, v = ranks, micro_batches, virtual_stages
-
-    def needed_s(fill: float) -> float:
-        behind = 0.0
-        for _ in range(p):
-            last = (fill - behind / v) / m
-            first = (fill - behind / v - (v - 1) / v) / (m - p * (v - 1) / v)
-            behind += max(0.0, last, first)
-        return behind
-
-    lower, upper = 0.0, (m + p) / p
-    for _ in range(40):
-        middle = (lower + upper) / 2
-        lower, upper = (middle, upper) if needed_s(middle) <= 1.0 else (lower, middle)
-    return lower
 
 
 class SimulatedCandidates(Candidates):

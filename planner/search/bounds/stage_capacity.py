@@ -6,20 +6,18 @@ surely lies on a stage beside them takes e_s seconds, its bytes are off the free
 least v_s more while it runs.  q_s micro-batches are in flight, z_s wait for W.
 
 Let stage s hold x_k layers with option k, n_s of them together, in h_sk = w_k + q_s a_k + z_s b_k
-bytes each, and let θ be the largest transient on it, so that u_k <= θ where x_k > 0.  For any
-ν >= 0
+bytes each, and let u be the least u_k.  For any ν >= 0
 
-    n_s min_k (t_k + ν h_sk) <= Σ_k x_k (t_k + ν h_sk) <= (t_s - e_s) + ν (M_s - max(θ, v_s))
+    n_s min_k (t_k + ν h_sk) <= Σ_k x_k (t_k + ν h_sk) <= (t_s - e_s) + ν (M_s - max(u, v_s))
 
 so under a ceiling c on stage seconds, n_s is at most the least of these over a few ν, and with
-ν -> inf at most (M_s - max(θ, v_s)) / min_k h_sk; the largest over the levels θ of u_k is valid for
-all of them.  A ceiling under which the stages together hold fewer than N whole layers is below
-the slowest stage of every split.
+ν -> inf at most (M_s - max(u, v_s)) / min_k h_sk.  A ceiling under which the stages together hold
+fewer than N whole layers is below the slowest stage of every split.
 
-And for any λ each layer of option k has t_k >= λ - ρ h_sk with ρ the largest (λ - t_k)⁺ / h_sk of
-the options that θ allows, so
+And for any λ each layer of option k has t_k >= λ - ρ_s h_sk with ρ_s the largest (λ - t_k)⁺ / h_sk
+of any option, so
 
-    Σ_s Σ_k x_k t_k >= λ N - Σ_s max_θ ρ_s(θ) (M_s - max(θ, v_s))
+    Σ_s Σ_k x_k t_k >= λ N - Σ_s ρ_s (M_s - max(u, v_s))
 
 Arrays have their longest axis, of pipelines or stages, last.
 """
@@ -37,9 +35,6 @@ Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 Booleans = NDArray[np.bool_]
 
-_FEW = 4
-"""Up to this number of options every level of transient bytes counts; else the least is charged
-to all."""
 _HALVINGS = 8
 _PRICES = 5
 _NEAR = 2.0
@@ -123,13 +118,19 @@ def _may_fit(options: Options, stages: Stages, layers: int) -> Booleans:
     """[pipeline] Whether all layers fit in their minimum-memory options, the least transient."""
     at = stages.pipeline
     lean = _layer_bytes(options, stages, at).min(axis=0)
-    fewest_bytes = np.maximum(
-        options.transient_bytes.min(axis=0)[at], stages.beside_transient_bytes
-    )
-    most = _whole_layers(_quotient(stages.free_bytes - fewest_bytes, lean), layers)
+    left = stages.free_bytes - _fewest_transient(options, stages, at)
+    most = _whole_layers(_quotient(left, lean), layers)
     most[stages.free_bytes < stages.beside_transient_bytes] = -np.inf
     fits: Booleans = np.add.reduceat(most, stages.firsts) >= layers
     return fits
+
+
+def _fewest_transient(options: Options, stages: Stages, at: Indices) -> Floats:
+    """[stage] Least bytes that come on top while any layer runs."""
+    fewest_bytes: Floats = np.maximum(
+        options.transient_bytes.min(axis=0)[at], stages.beside_transient_bytes
+    )
+    return fewest_bytes
 
 
 def _layer_bytes(options: Options, stages: Stages, at: Indices) -> Floats:
@@ -154,29 +155,22 @@ def _quotient(part: Floats, whole: Floats) -> Floats:
 
 
 class Room:
-    """Room for layers on each stage: arrays [level, price ν, stage] and [level, stage]."""
+    """Room for layers on each stage: arrays [price ν, stage] and [stage]."""
 
     def __init__(self, options: Options, stages: Stages, layers: int) -> None:
         self._stages, self._layers = stages, layers
         at = stages.pipeline
-        time_s, transient = options.time_s[:, at], options.transient_bytes[:, at]
-        layer_bytes = _layer_bytes(options, stages, at)
-        by_level = len(transient) <= _FEW and bool((transient != transient[:1]).any())
-        if not by_level:
-            transient = np.broadcast_to(transient.min(axis=0), transient.shape)
-        levels = transient if by_level else transient[:1]
-        allowed = transient <= levels[:, None]
-        forbidden = np.where(allowed, 0.0, np.inf)
-        left = stages.free_bytes - np.maximum(levels, stages.beside_transient_bytes)
-        self._most = _quotient(left, (layer_bytes + forbidden).min(axis=1))
-        self._left, self._held, self._allowed = np.maximum(left, 0.0), layer_bytes, allowed
+        time_s, layer_bytes = options.time_s[:, at], _layer_bytes(options, stages, at)
+        fewest_bytes = _fewest_transient(options, stages, at)
+        left = stages.free_bytes - fewest_bytes
+        self._most = _quotient(left, layer_bytes.min(axis=0))
+        self._left, self._held = np.maximum(left, 0.0), layer_bytes
         prices = _prices(time_s, layer_bytes)
-        charged_s = time_s + prices[:, None] * layer_bytes
-        least_s = (charged_s + forbidden[:, None]).min(axis=2)
+        least_s = (time_s + prices[:, None] * layer_bytes).min(axis=1)
         whole = least_s > 0
         self._per_s = np.divide(1.0, least_s, out=np.zeros(least_s.shape), where=whole)
         self._of_bytes = np.full(least_s.shape, np.inf)
-        np.divide(prices * self._left[:, None], least_s, out=self._of_bytes, where=whole)
+        np.divide(prices * self._left, least_s, out=self._of_bytes, where=whole)
         self._empty = stages.free_bytes >= stages.beside_transient_bytes
 
     def for_pipelines(self, pipelines: Booleans) -> Room:
@@ -186,16 +180,16 @@ class Room:
         kept = np.repeat(pipelines, self._stages.counts)
         part: Room = object.__new__(Room)
         part._stages, part._layers = self._stages.for_pipelines(pipelines), self._layers
-        part._most, part._empty = self._most[:, kept], self._empty[kept]
-        part._per_s, part._of_bytes = self._per_s[:, :, kept], self._of_bytes[:, :, kept]
+        part._most, part._empty = self._most[kept], self._empty[kept]
+        part._per_s, part._of_bytes = self._per_s[:, kept], self._of_bytes[:, kept]
         return part
 
     def is_enough(self, ceiling_s: Floats) -> Booleans:
         """[pipeline] Whether all stages together may hold all layers under a ceiling for each."""
         stages = self._stages
         own_s = np.repeat(ceiling_s, stages.counts) - stages.beside_s
-        in_time = (self._per_s * np.maximum(own_s, 0.0) + self._of_bytes).min(axis=1)
-        number = _whole_layers(np.minimum(in_time, self._most).max(axis=0), self._layers)
+        in_time = (self._per_s * np.maximum(own_s, 0.0) + self._of_bytes).min(axis=0)
+        number = _whole_layers(np.minimum(in_time, self._most), self._layers)
         possible = self._empty & (own_s >= -SLACK * stages.beside_s)
         number[~possible] = -np.inf
         together: Booleans = np.add.reduceat(number, stages.firsts) >= self._layers
@@ -206,8 +200,7 @@ class Room:
         beyond = np.maximum(number - self._of_bytes, 0.0)
         within_s = np.divide(beyond, self._per_s, out=np.zeros(beyond.shape), where=self._per_s > 0)
         fits = self._most * (1 + SLACK) + SLACK >= number
-        least_s: Floats = np.where(fits, within_s.max(axis=1), np.inf).min(axis=0)
-        return np.where(self._empty, self._stages.beside_s + least_s, np.inf)
+        return np.where(fits & self._empty, self._stages.beside_s + within_s.max(axis=0), np.inf)
 
     def ceiling_s(self, low_s: Floats, high_s: Floats) -> Floats:
         """[pipeline] A ceiling that is too low, or `low_s` where that might do."""
@@ -235,10 +228,10 @@ class Room:
             gain_s = np.maximum(price_s[at] - time_s, 0.0)
             rate = np.where(gain_s > 0, np.inf, 0.0)
             np.divide(gain_s, self._held, out=rate, where=self._held > 0)
-            of_level = np.where(self._allowed, rate, 0.0).max(axis=1)
-            saved_s = np.where(of_level > 0, np.inf, 0.0)
-            np.multiply(of_level, self._left, out=saved_s, where=np.isfinite(of_level))
-            given_s = np.add.reduceat(saved_s.max(axis=0), self._stages.firsts)
+            most = rate.max(axis=0)
+            saved_s = np.where(most > 0, np.inf, 0.0)
+            np.multiply(most, self._left, out=saved_s, where=np.isfinite(most))
+            given_s = np.add.reduceat(saved_s, self._stages.firsts)
             best_s = np.maximum(best_s, self._layers * price_s - given_s)
         found_s: Floats = best_s
         return found_s

@@ -110,14 +110,12 @@ class SimulatedChain(Families):
         super().__init__(SimulatedCandidates.from_candidates(space.candidates))
         self.closed_form, self.goal, self.spent = space, goal, spent
         self._unpiped_s = closed_form_s * (1 - ROUNDING)
-        self._polished: dict[Layout, float] = {}
-        """Seconds that programs of layouts have found before their turn."""
         self._any_loss: dict[Layout, _AnyLoss] = {}
         """By a layout of those that differ in how they compute the loss alone."""
         self._means: dict[tuple[object, ...], list[PathWeights]] = {}
         """Means of paths that bounded a layout of a timetable."""
-        self._excluded, self._bounded = Covering(), Covering()
-        """Layouts that do not beat the best; those that were bounded within memory."""
+        self._bounded = Covering()
+        """Layouts that were bounded within memory."""
 
     @property
     def bounds(self) -> Sequence[tuple[str, Bound]]:
@@ -173,7 +171,7 @@ class SimulatedChain(Families):
     def _memory_s(self, layout: Layout) -> float | Pruned:
         """Return the least of a layout with what each rank has."""
         costs_of = self.closed_form.costs_of
-        if self._excluded.cover(layout, costs_of) or self._bounded.cover(layout, costs_of):
+        if self._bounded.cover(layout, costs_of):
             self._unspend(LAYOUT, layout)
             return Pruned(DOMINATED)
         self._bounded.add(layout, costs_of(layout))
@@ -187,7 +185,7 @@ class SimulatedChain(Families):
             else:
                 self._unspend(LAYOUT, layout)
             least_s = together.memory_s
-        return self._bounded_s(layout, least_s)
+        return least_s
 
     def _together(self, layout: Layout) -> _AnyLoss:
         """Return what is known of the layouts that differ in how they compute the loss alone."""
@@ -197,17 +195,14 @@ class SimulatedChain(Families):
             self._any_loss[key] = _AnyLoss(stated)
         return self._any_loss[key]
 
-    def _cut_s(self, layout: Layout) -> float | Pruned:
+    def _cut_s(self, layout: Layout) -> float:
         """Return the least of a layout's cuts by paths; 0 if that is not known."""
-        if self._excluded.cover(layout, self.closed_form.costs_of):
-            self._unspend(WITHIN_MEMORY, layout)
-            return Pruned(DOMINATED)
         together = self._together(layout)
         if together.cut_s is None:
             together.cut_s = self._cuts_s(layout, together.stated)
         else:
             self._unspend(WITHIN_MEMORY, layout)
-        return self._bounded_s(layout, together.cut_s)
+        return together.cut_s
 
     def _cuts_s(self, layout: Layout, stated: StatedProblem) -> float:
         """Return the least of all cuts of a problem, with the least that options have first.
@@ -244,21 +239,17 @@ class SimulatedChain(Families):
             relaxed = replace(instance, used_bytes=None)
             solution = self.closed_form.solver(relaxed, self.goal.limit_s - step_s - waited_s)
             if isinstance(solution, Infeasible):
-                return self._bounded_s(layout, math.inf)
+                return math.inf
             if isinstance(solution, Solution | CutOff):
                 most_s = max(most_s, solution.lower_bound_s + step_s + waited_s)
             if isinstance(solution, Solution):
                 self._try(layout, solution)
         if most_s < self.goal.limit_s:
             self.try_likeliest(layout)
-        return self._bounded_s(layout, most_s)
+        return most_s
 
     def _program_s(self, layout: Layout) -> float:
         """Return the least of a layout by its program; 0 if that is not known."""
-        known_s = self._polished.pop(layout, None)
-        return self._bounded_s(layout, self._by_program(layout) if known_s is None else known_s)
-
-    def _by_program(self, layout: Layout) -> float:
         effort = self.goal.effort
         choices = self._choices(layout, self.closed_form.candidates.problem_of(layout))
         if choices is None:
@@ -285,12 +276,6 @@ class SimulatedChain(Families):
             fastest_only=fastest_only,
         )
 
-    def _bounded_s(self, layout: Layout, bound_s: float) -> float:
-        """Keep the costs of a layout that does not beat the best, for those that can do no more."""
-        if bound_s >= self.goal.limit_s:
-            self._excluded.add(layout, self.closed_form.costs_of(layout))
-        return bound_s
-
     def _unspend(self, level: int, layout: Layout) -> None:
         self.spent.entries[level] -= 1
         self.spent.stages[level] -= layout.stages
@@ -315,13 +300,6 @@ class SimulatedChain(Families):
         """Return about what the plan of a layout simulates that is likely to be the fastest."""
         instance, more_s = self.candidates.likely(layout)
         return bounds.counted_s(instance) + more_s
-
-    def polish(self, layout: Layout) -> None:
-        """Let the program of a layout choose its stages and recomputation."""
-        self.spent.entries[OPTIMUM] += 1
-        low_s = self._by_program(layout)
-        if low_s > 0.0:
-            self._polished[layout] = low_s
 
     def opened_layouts(self) -> Bounded:
         """Return the layouts of parts that the closed form has bounded."""
@@ -349,7 +327,7 @@ class SimulatedChain(Families):
 
 
 def look_near(spaces: Sequence[SimulatedChain], home: SimulatedChain, best: Ranked) -> None:
-    """Solve and simulate the layouts that are likely to be the fastest, then polish the best.
+    """Solve and simulate the layouts that are likely to be the fastest.
 
     They come from parts of the space that the closed form has bounded, transfers left out, below
     its own optimum `best`, and from its layout's other schedules.  Of those that differ in sharing
@@ -365,13 +343,6 @@ def look_near(spaces: Sequence[SimulatedChain], home: SimulatedChain, best: Rank
         )
     ]
     _look_among(goal, bounded, goal.effort)
-    # The best that is known may be a plan of another part of the cluster, which is none of here.
-    owner, fastest = min(
-        ((home, best), *goal.found), key=lambda plan: plan[1].prediction.step_time_s
-    )
-    layout, step_s = fastest.plan.layout, fastest.prediction.step_time_s
-    if layout.pipeline > 1 and goal.effort.programs and step_s < goal.step_s * (1 + NEAR):
-        owner.polish(layout)
 
 
 def look_among(goal: SimulatedStepGoal, waiting: Iterable[QueueEntry], effort: Effort) -> None:

@@ -23,7 +23,6 @@ from meshwright.planner.search.bounds.simulated_cuts import (
 from meshwright.planner.search.bounds.simulated_step import (
     first_share,
     forward_fill,
-    looped_fill,
     paces,
     transfers,
 )
@@ -291,10 +290,3 @@ def test_what_stands_behind_the_last_way_back_is_that_of_longer_steps_too() -> N
 
                 assert found is not None
                 assert found[0].tolist() == behind.tolist()
-
-
-def test_a_looped_fill_is_above_the_work_and_below_even_ranks() -> None:
-    for ranks, virtual, groups in itertools.product((2, 4, 16), (2, 4), (1, 2, 8)):
-        count = groups * ranks
-        even = (count + (ranks - 1) / virtual) / ranks
-        assert count / ranks < looped_fill(ranks, count, virtual) <= even
