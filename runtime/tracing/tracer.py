@@ -72,11 +72,13 @@ class Recorder:
         units: Sequence[str] | None = None,
         dtype: torch.dtype = torch.float32,
         whole: bool = False,
+        rebuild: Callable[[], nn.Module] | None = None,
     ) -> None:
         """`batch` may hold tensors without data.  `dtype` is the type of computation.
 
-        `whole` makes the module one unit.  Raises RecordError where `units` names no module, or
-        the forward cannot be recorded.
+        `whole` makes the module one unit.  `rebuild` builds a module without data once more, with
+        data, where its forward does not run without.  Raises RecordError where `units` names no
+        module, or the forward cannot be recorded.
         """
         self.example = batch
         """The batch of `first`."""
@@ -106,9 +108,10 @@ class Recorder:
             raise
         except Exception as fake_error:
             # A kernel without fake tensors, or sizes that depend on values inside a unit.
-            if not has_data(tree_leaves(batch)) or not has_data(module.parameters()):
+            is_whole = has_data(module.parameters())
+            if not has_data(tree_leaves(batch)) or not (is_whole or rebuild):
                 raise _record_error(module, fake_error) from fake_error
-            self._real = deepcopy_module(module)
+            self._real = rebuild() if rebuild and not is_whole else deepcopy_module(module)
             try:
                 self.first = self.recording(batch)
             except RecordError:
@@ -149,17 +152,18 @@ class Recorder:
         *,
         units: Sequence[str] | None = None,
         dtype: torch.dtype = torch.float32,
+        rebuild: Callable[[], nn.Module] | None = None,
     ) -> Recorder:
         """Return a recorder of units, or of the whole module where units cannot be distinguished.
 
         With one unit there is no pipeline; `refused` says why.
         """
         try:
-            return cls(module, batch, inputs, units=units, dtype=dtype)
+            return cls(module, batch, inputs, units=units, dtype=dtype, rebuild=rebuild)
         except RecordError as error:
             if units is not None:
                 raise
-            recorder = cls(module, batch, inputs, dtype=dtype, whole=True)
+            recorder = cls(module, batch, inputs, dtype=dtype, whole=True, rebuild=rebuild)
             recorder.refused = str(error)
             return recorder
 
