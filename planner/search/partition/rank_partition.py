@@ -55,6 +55,14 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 Pair = tuple[StrategyCost, StrategyParts]
+_MOVING = LayerBytes._fields.index("moving")
+_OF_ONE = np.array(
+    [
+        name in ("forward", "backward", "input", "moving", "bucket", "offloaded", "receives")
+        for name in LayerBytes._fields
+    ]
+)[:, None]
+"""[field of `LayerBytes`, 1] True where several layers have as much as one, not the sum."""
 Placed = tuple[int, int]
 """Position in the chain, choice."""
 
@@ -231,11 +239,44 @@ class RankProblem:
         }
 
     def _bytes_of_many(self, positions: Sequence[int], choices: Indices) -> list[LayerBytes]:
-        """[layer] What layers hold, by their positions in the chain, each figure an array [way]."""
-        return [
-            LayerBytes(*self._fields_of(self._chain[at])[:, taken])
-            for at, taken in zip(positions, choices.T, strict=True)
-        ]
+        """[layer] What layers hold, by their positions in the chain, each figure an array [way].
+
+        Like layers behind one another with the same choice are two entries: the first of them, and
+        the rest as one.  Bytes rise or fall evenly along them, so they are most at either end.
+        """
+        bytes_of_layers: list[LayerBytes] = []
+        begin = 0
+        for kind, same in itertools.groupby(self._chain[at] for at in positions):
+            taken = choices[:, begin : begin + len(list(same))]
+            begin += taken.shape[1]
+            fields = self._fields_of(kind)
+            # The first has what it receives; what moves beside a layer is of the one before it.
+            counts = None if fields[_MOVING].any() else self._counts(taken[:, 1:])
+            every = taken.T if counts is None else taken.T[:1]
+            bytes_of_layers += [LayerBytes(*fields[:, choice]) for choice in every]
+            for choice, number in counts or ():
+                for part in (np.minimum(number, 1), np.maximum(number - 1, 0)):
+                    factors = np.where(_OF_ONE, np.minimum(part, 1), part)
+                    bytes_of_layers.append(LayerBytes(*(fields[:, choice, None] * factors)))
+        return bytes_of_layers
+
+    def _counts(self, choices: Indices) -> list[tuple[int, Indices]] | None:
+        """Return (choice, [way] number of layers) in their order, which are [way, layer].
+
+        None where layers are few, or ways have them in no order that is known.  Whole buckets of
+        gradients do not rise evenly.
+        """
+        present = np.flatnonzero(np.bincount(choices.ravel())) if choices.size else choices
+        if choices.shape[1] <= 3 * len(present) or self.costs.has_gradient_buckets:
+            return None
+        for order in (present, present[::-1], [] if self._shares is None else self._order):
+            if not set(present.tolist()).issubset(order):
+                continue
+            ranks = np.zeros(max(order) + 1, dtype=int)
+            ranks[list(order)] = np.arange(len(order))
+            if (np.diff(ranks[choices], axis=1) >= 0).all():
+                return [(int(at), (choices == at).sum(axis=1)) for at in order if at in present]
+        return None
 
     def _fields_of(self, kind: str) -> Floats:
         """[field of `LayerBytes`, choice] What a layer of this kind has."""
