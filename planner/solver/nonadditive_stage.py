@@ -27,9 +27,13 @@ Indices = NDArray[np.intp]
 Used = Callable[[Sequence[int]], float]
 """Bytes of a stage with some options of its layers, in their order."""
 UsedByMany = Callable[[Indices], Floats]
-"""[choice] The same of many choices, up to rounding; options are [choice, layer]."""
+"""[choice] The same of many choices, up to rounding; options are [choice, layer].
 
-_TOGETHER = 16, 512
+With ANY_OPTION a layer has no more bytes than with any of its options.
+"""
+ANY_OPTION = -1
+
+_TOGETHER = 16, 2048
 """Choices whose bytes are counted together, at first and at most."""
 _STEPS = 24
 """Knapsacks with fewer bytes that are tried."""
@@ -113,6 +117,9 @@ class _CheckedStage:
         self._used, self._used_by_many = used, used_by_many
         self._sync_limit_s = sync_limit_s
         self._content = content_of(kinds)
+        count_of = dict(self._content)
+        self._alone = np.array([count_of[kind] == 1 for kind in kinds])
+        """[layer] True of the only layer of its kind (embeddings, norms, heads)."""
         self._visited = 0
 
     def by_sums(self, spare_bytes: float) -> Choice | None:
@@ -144,9 +151,24 @@ class _CheckedStage:
             return
         first, (count, most) = 0, _TOGETHER
         while first < len(options):
-            used = self._used_by_many(options[first : first + count])
-            yield from (used <= self.most_bytes).tolist()
-            first, count = first + count, min(most, 4 * count)
+            yield from self._fit_by_many(self._used_by_many, options[first : first + count])
+            first, count = first + count, min(most, 8 * count)
+
+    def _fit_by_many(self, used_by_many: UsedByMany, options: Indices) -> list[bool]:
+        """[choice] Tell which may fit.
+
+        Those that differ in layers alone of their kind are many, and as a rule none of them fits:
+        that is told at once, by the fewest bytes of these layers.
+        """
+        others = np.where(self._alone, ANY_OPTION, options)
+        ways, way_of = np.unique(others, axis=0, return_inverse=True)
+        may_fit = np.ones(len(options), dtype=bool)
+        if 2 * len(ways) <= len(options):
+            may_fit = (used_by_many(ways) <= self.most_bytes)[way_of.ravel()]
+        if may_fit.any():
+            may_fit[may_fit] = used_by_many(options[may_fit]) <= self.most_bytes
+        fit: list[bool] = may_fit.tolist()
+        return fit
 
     def some_that_fit(self, lowest: Choice) -> Fastest | None:
         """Return options that fit, near to the fastest that do; None if none were met."""

@@ -40,6 +40,7 @@ from meshwright.planner.schedules.schedule import splits_backward
 from meshwright.planner.search.bounds.memory_bounds import BytesBounds
 from meshwright.planner.search.partition.layer_options import allowed_places, option_of
 from meshwright.planner.search.partition.stage_counts import Shares, shares_of
+from meshwright.planner.solver.nonadditive_stage import ANY_OPTION
 from meshwright.planner.solver.partition_problem import (
     Instance,
     Option,
@@ -179,7 +180,10 @@ class RankProblem:
     def used_by_many(
         self, rank: int, before: Sequence[int], layers: Sequence[int], options: Indices
     ) -> Floats:
-        """[way] The same of many ways at once, up to rounding; `options` are [way, entry]."""
+        """[way] The same of many ways at once, up to rounding; `options` are [way, entry].
+
+        An entry with ANY_OPTION has the least of every figure of its options.
+        """
         passing = None if self._crossing is None else self._crossing.passing(before, layers)
         if self._shares is None:
             stages = {rank: self._bytes_of_many(layers, options)}
@@ -224,9 +228,11 @@ class RankProblem:
         is_like = [shares.like(entry) for entry in entries]
         order = np.array(self._order)
         # An entry of a like layer has its choices as options.
-        like = order[np.sort(np.argsort(order)[options[:, is_like]], axis=1)]
+        like = options[:, is_like]
+        if like.shape[1] > 1:
+            like = order[np.sort(np.argsort(order)[like], axis=1)]
         ends = [
-            np.array(self._choices_of(entry))[options[:, at]]
+            np.array([*self._choices_of(entry), self._any_choice(entry)])[options[:, at]]
             for at, entry in enumerate(entries)
             if not is_like[at]
         ]
@@ -250,6 +256,7 @@ class RankProblem:
             taken = choices[:, begin : begin + len(list(same))]
             begin += taken.shape[1]
             fields = self._fields_of(kind)
+            fields = np.append(fields, fields.min(axis=1, keepdims=True), axis=1)  # ANY_OPTION
             # The first has what it receives; what moves beside a layer is of the one before it.
             counts = None if fields[_MOVING].any() else self._counts(taken[:, 1:])
             every = taken.T if counts is None else taken.T[:1]
@@ -266,8 +273,10 @@ class RankProblem:
         None where layers are few, or ways have them in no order that is known.  Whole buckets of
         gradients do not rise evenly.
         """
-        present = np.flatnonzero(np.bincount(choices.ravel())) if choices.size else choices
-        if choices.shape[1] <= 3 * len(present) or self.costs.has_gradient_buckets:
+        if not choices.size or choices.min() == ANY_OPTION or self.costs.has_gradient_buckets:
+            return None
+        present = np.flatnonzero(np.bincount(choices.ravel()))
+        if choices.shape[1] <= 3 * len(present):
             return None
         for order in (present, present[::-1], [] if self._shares is None else self._order):
             if not set(present.tolist()).issubset(order):
@@ -346,6 +355,11 @@ class RankProblem:
             numbers = (range(len(self._pairs_of(kind))) for kind in kinds)
             self._products[kinds] = list(itertools.product(*numbers))
         return self._products[kinds]
+
+    def _any_choice(self, entry: int) -> tuple[int, ...]:
+        """Return ANY_OPTION of each layer that an entry stands for."""
+        assert self._shares is not None
+        return (ANY_OPTION,) * len(self._shares.entries[entry])
 
     @cached_property
     def _every_choice(self) -> list[list[tuple[int, ...]]]:

@@ -33,6 +33,7 @@ from meshwright.planner.search.partition.stage_counts import (
 )
 from meshwright.planner.search.search import search
 from meshwright.planner.solver.chain import solve
+from meshwright.planner.solver.nonadditive_stage import ANY_OPTION
 from meshwright.planner.solver.partition_problem import Instance, Solution, evaluate_split
 
 TIMETABLES: list[tuple[ScheduleName, int]] = [
@@ -292,6 +293,9 @@ def counts_many_like_one(instance: Instance, solution: Solution, rng: random.Ran
             ]
             many = bytes_of.of_many(*place, np.array(in_order)).tolist()
             assert many == pytest.approx([bytes_of.of(*place, way) for way in in_order], rel=1e-12)
+            alone = [kinds.count(kind) == 1 for kind in kinds]
+            least = bytes_of.of_many(*place, np.where(alone, ANY_OPTION, in_order)).tolist()
+            assert all(few <= used * (1 + 1e-12) for few, used in zip(least, many, strict=True))
 
         many = bytes_of.of_many(*place, np.array(ways)).tolist()
 
