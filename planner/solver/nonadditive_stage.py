@@ -35,6 +35,8 @@ ANY_OPTION = -1
 
 _TOGETHER = 16, 2048
 """Choices whose bytes are counted together, at first and at most."""
+_LARGEST_SUM = 2**62
+"""Whole numbers up to this are added exactly."""
 _STEPS = 24
 """Knapsacks with fewer bytes that are tried."""
 _TRIED = 3000
@@ -120,7 +122,28 @@ class _CheckedStage:
         count_of = dict(self._content)
         self._alone = np.array([count_of[kind] == 1 for kind in kinds])
         """[layer] True of the only layer of its kind (embeddings, norms, heads)."""
+        self._digits = self._digits_of(kinds, count_of)
+        """[layer, option] Numbers whose sums tell choices of the other layers apart, if they are
+        small enough; options of a kind's layers are in one order."""
         self._visited = 0
+
+    def _digits_of(self, kinds: Sequence[int], count_of: dict[int, int]) -> Indices | None:
+        """[layer, option] Return digits of how many layers of a kind have an option.
+
+        They are in base count + 1, those of each kind above those before it; 0 of single layers.
+        """
+        tables = self._instance.kinds
+        most = max(len(tables[kind]) for kind in count_of)
+        digits: dict[int, list[int]] = {}
+        radix = 1
+        for kind, count in count_of.items():
+            base, number = count + 1, len(tables[kind])
+            counts = count > 1
+            digits[kind] = [counts * radix * base ** min(at, number) for at in range(most)]
+            radix *= base**number if counts else 1
+        if radix >= _LARGEST_SUM:
+            return None
+        return np.array([digits[kind] for kind in kinds])
 
     def by_sums(self, spare_bytes: float) -> Choice | None:
         """Return the fastest options by sums, with `spare_bytes` to spare."""
@@ -160,11 +183,13 @@ class _CheckedStage:
         Those that differ in layers alone of their kind are many, and as a rule none of them fits:
         that is told at once, by the fewest bytes of these layers.
         """
-        others = np.where(self._alone, ANY_OPTION, options)
-        ways, way_of = np.unique(others, axis=0, return_inverse=True)
         may_fit = np.ones(len(options), dtype=bool)
-        if 2 * len(ways) <= len(options):
-            may_fit = (used_by_many(ways) <= self.most_bytes)[way_of.ravel()]
+        if self._digits is not None and len(options) > 1:
+            sums = self._digits[np.arange(options.shape[1]), options].sum(axis=1)
+            _, first, way_of = np.unique(sums, return_index=True, return_inverse=True)
+            if 2 * len(first) <= len(options):
+                ways = np.where(self._alone, ANY_OPTION, options[first])
+                may_fit = (used_by_many(ways) <= self.most_bytes)[way_of]
         if may_fit.any():
             may_fit[may_fit] = used_by_many(options[may_fit]) <= self.most_bytes
         fit: list[bool] = may_fit.tolist()
