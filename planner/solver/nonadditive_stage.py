@@ -24,6 +24,7 @@ from meshwright.planner.solver.split import content_of, laid_out
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
+Booleans = NDArray[np.bool_]
 Used = Callable[[Sequence[int]], float]
 """Bytes of a stage with some options of its layers, in their order."""
 UsedByMany = Callable[[Indices], Floats]
@@ -172,28 +173,28 @@ class _CheckedStage:
         if self._used_by_many is None:
             yield from itertools.repeat(True, len(options))
             return
-        first, (count, most) = 0, _TOGETHER
-        while first < len(options):
-            yield from self._fit_by_many(self._used_by_many, options[first : first + count])
-            first, count = first + count, min(most, 8 * count)
+        may_fit = self._not_excluded(self._used_by_many, options)
+        counted, (count, most) = 0, _TOGETHER
+        for at in range(len(options)):
+            if at >= counted and may_fit[at]:
+                some = at + np.flatnonzero(may_fit[at:])[:count]
+                may_fit[some] = self._used_by_many(options[some]) <= self.most_bytes
+                counted, count = int(some[-1]) + 1, min(most, 8 * count)
+            yield bool(may_fit[at])
 
-    def _fit_by_many(self, used_by_many: UsedByMany, options: Indices) -> list[bool]:
-        """[choice] Tell which may fit.
+    def _not_excluded(self, used_by_many: UsedByMany, options: Indices) -> Booleans:
+        """[choice] Return False of those that fit with no options of layers alone of their kind.
 
-        Those that differ in layers alone of their kind are many, and as a rule none of them fits:
-        that is told at once, by the fewest bytes of these layers.
+        They are many, and as a rule none of them fits: that is told at once, by the fewest bytes of
+        these layers.
         """
-        may_fit = np.ones(len(options), dtype=bool)
-        if self._digits is not None and len(options) > 1:
-            sums = self._digits[np.arange(options.shape[1]), options].sum(axis=1)
-            _, first, way_of = np.unique(sums, return_index=True, return_inverse=True)
-            if 2 * len(first) <= len(options):
-                ways = np.where(self._alone, ANY_OPTION, options[first])
-                may_fit = (used_by_many(ways) <= self.most_bytes)[way_of]
-        if may_fit.any():
-            may_fit[may_fit] = used_by_many(options[may_fit]) <= self.most_bytes
-        fit: list[bool] = may_fit.tolist()
-        return fit
+        if self._digits is None or len(options) == 1:
+            return np.ones(len(options), dtype=bool)
+        sums = self._digits[np.arange(options.shape[1]), options].sum(axis=1)
+        _, first, way_of = np.unique(sums, return_index=True, return_inverse=True)
+        ways = np.where(self._alone, ANY_OPTION, options[first])
+        fit: Booleans = used_by_many(ways) <= self.most_bytes
+        return fit[way_of]
 
     def some_that_fit(self, lowest: Choice) -> Fastest | None:
         """Return options that fit, near to the fastest that do; None if none were met."""
