@@ -24,13 +24,20 @@ from meshwright.planner.solver.split import content_of, laid_out
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
+Booleans = NDArray[np.bool_]
 Used = Callable[[Sequence[int]], float]
 """Bytes of a stage with some options of its layers, in their order."""
 UsedByMany = Callable[[Indices], Floats]
-"""[choice] The same of many choices, up to rounding; options are [choice, layer]."""
+"""[choice] The same of many choices, up to rounding; options are [choice, layer].
 
-_TOGETHER = 16, 512
+With ANY_OPTION a layer has no more bytes than with any of its options.
+"""
+ANY_OPTION = -1
+
+_TOGETHER = 16, 2048
 """Choices whose bytes are counted together, at first and at most."""
+_LARGEST_SUM = 2**62
+"""Whole numbers up to this are added exactly."""
 _STEPS = 24
 """Knapsacks with fewer bytes that are tried."""
 _TRIED = 3000
@@ -113,7 +120,31 @@ class _CheckedStage:
         self._used, self._used_by_many = used, used_by_many
         self._sync_limit_s = sync_limit_s
         self._content = content_of(kinds)
+        count_of = dict(self._content)
+        self._alone = np.array([count_of[kind] == 1 for kind in kinds])
+        """[layer] True of the only layer of its kind (embeddings, norms, heads)."""
+        self._digits = self._digits_of(kinds, count_of)
+        """[layer, option] Numbers whose sums tell choices of the other layers apart, if they are
+        small enough; options of a kind's layers are in one order."""
         self._visited = 0
+
+    def _digits_of(self, kinds: Sequence[int], count_of: dict[int, int]) -> Indices | None:
+        """[layer, option] Return digits of how many layers of a kind have an option.
+
+        They are in base count + 1, those of each kind above those before it; 0 of single layers.
+        """
+        tables = self._instance.kinds
+        most = max(len(tables[kind]) for kind in count_of)
+        digits: dict[int, list[int]] = {}
+        radix = 1
+        for kind, count in count_of.items():
+            base, number = count + 1, len(tables[kind])
+            counts = count > 1
+            digits[kind] = [counts * radix * base ** min(at, number) for at in range(most)]
+            radix *= base**number if counts else 1
+        if radix >= _LARGEST_SUM:
+            return None
+        return np.array([digits[kind] for kind in kinds])
 
     def by_sums(self, spare_bytes: float) -> Choice | None:
         """Return the fastest options by sums, with `spare_bytes` to spare."""
@@ -142,11 +173,28 @@ class _CheckedStage:
         if self._used_by_many is None:
             yield from itertools.repeat(True, len(options))
             return
-        first, (count, most) = 0, _TOGETHER
-        while first < len(options):
-            used = self._used_by_many(options[first : first + count])
-            yield from (used <= self.most_bytes).tolist()
-            first, count = first + count, min(most, 4 * count)
+        may_fit = self._not_excluded(self._used_by_many, options)
+        counted, (count, most) = 0, _TOGETHER
+        for at in range(len(options)):
+            if at >= counted and may_fit[at]:
+                some = at + np.flatnonzero(may_fit[at:])[:count]
+                may_fit[some] = self._used_by_many(options[some]) <= self.most_bytes
+                counted, count = int(some[-1]) + 1, min(most, 8 * count)
+            yield bool(may_fit[at])
+
+    def _not_excluded(self, used_by_many: UsedByMany, options: Indices) -> Booleans:
+        """[choice] Return False of those that fit with no options of layers alone of their kind.
+
+        They are many, and as a rule none of them fits: that is told at once, by the fewest bytes of
+        these layers.
+        """
+        if self._digits is None or len(options) == 1:
+            return np.ones(len(options), dtype=bool)
+        sums = self._digits[np.arange(options.shape[1]), options].sum(axis=1)
+        _, first, way_of = np.unique(sums, return_index=True, return_inverse=True)
+        ways = np.where(self._alone, ANY_OPTION, options[first])
+        fit: Booleans = used_by_many(ways) <= self.most_bytes
+        return fit[way_of]
 
     def some_that_fit(self, lowest: Choice) -> Fastest | None:
         """Return options that fit, near to the fastest that do; None if none were met."""

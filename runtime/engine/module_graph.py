@@ -89,6 +89,7 @@ def script_model(
     tried: Any = None,
     branches: bool = False,
     named: bool = True,
+    rebuild: Callable[[], nn.Module] | None = None,
 ) -> ModelGraph:
     """Return the ModelGraph of a module whose batch looks like `batch`.
 
@@ -96,7 +97,8 @@ def script_model(
     are those of a tensor axis, for which units are tried on random numbers, of a batch like `tried`
     if one is given.  With `branches` the layers form a graph: the module takes its units in any
     order that a plan chose.  `named` says that attention is by name under a plan that divides
-    positions, or that the module calls it so.
+    positions, or that the module calls it so.  `rebuild` builds a module without data with data,
+    for trials that need some.
 
     Raises RecordError where the forward runs neither without data nor with it, and BatchError where
     the batch has no samples.
@@ -106,10 +108,14 @@ def script_model(
         restore_side_effects(module, inputs, loss, optimizer, groups),
     ):
         few = few_samples(batch, SAMPLES)
+        with note_keys_bytes() as of_ours:
+            recorder = Recorder.of_units(module, few, inputs, units=units, rebuild=rebuild)
+        # The check of a module with data would say so; it is built once more for others alone.
+        named = named and bool(of_ours or rebuild is None)
         return _graph_of(
             module,
             few,
-            Recorder.of_units(module, few, inputs, units=units),
+            recorder,
             loss=loss,
             name=name,
             optimizer=optimizer,
@@ -118,6 +124,7 @@ def script_model(
             tried=few if tried is None else tried,
             branches=branches,
             named=named,
+            rebuild=rebuild,
         )
 
 
@@ -134,6 +141,7 @@ def _graph_of(
     tried: Any,
     branches: bool,
     named: bool,
+    rebuild: Callable[[], nn.Module] | None,
 ) -> ModelGraph:
     recording = recorder.first
     # What a module with data costs may depend on its values.
@@ -198,7 +206,7 @@ def _graph_of(
         name=name_of(name),
         source=f"script:{name}",
         recording=None if branches else recording.digest,
-        positions=_positions(module, recorder, few, loss, shared) if named else None,
+        positions=_positions(module, recorder, few, loss, shared, rebuild) if named else None,
         optimizer_bytes=_optimizer_bytes(module, optimizer, groups) if optimizer else None,
         layers=tuple(layers),
         edges=_edges(recording) if branches else (),
@@ -206,12 +214,18 @@ def _graph_of(
 
 
 def _positions(
-    module: nn.Module, recorder: Recorder, few: Any, loss: Loss | None, shared: Sequence[RankShares]
+    module: nn.Module,
+    recorder: Recorder,
+    few: Any,
+    loss: Loss | None,
+    shared: Sequence[RankShares],
+    rebuild: Callable[[], nn.Module] | None,
 ) -> int | None:
     """Return how many positions a sample has, where ranks can have some of them each."""
     if loss is None or not any(shares.keys_bytes for shares in shared):
         return None
     try:
+        module = module if rebuild is None else rebuild()
         check_positions(module, recorder, few, loss, "mesh.context")
         check_parts(module, recorder, few, loss, "mesh.context")
         return positions_in(few)

@@ -30,9 +30,10 @@ from meshwright.runtime.core.batches import samples_in
 from meshwright.runtime.core.mesh import Place
 from meshwright.runtime.core.side_effects import restore_side_effects
 from meshwright.runtime.engine.module_graph import DEGREES, batch_leaves, script_model
-from meshwright.runtime.engine.setup import built, check_functions
+from meshwright.runtime.engine.setup import check_functions
 from meshwright.runtime.engine.user_code import UserFiles, in_users_file
 from meshwright.runtime.engine.user_module import OwnModel
+from meshwright.runtime.engine.weightless_build import built_for_trace
 
 _FUNCTIONS = ("loss", "inputs", "optimizer", "groups")
 
@@ -93,9 +94,10 @@ class OwnScript:
         """Return the module's layers and what each costs; nothing is computed."""
         if self.batch is None:
             raise DocumentError("batch", "is missing; give an example of a global batch")
+        module, rebuild = built_for_trace(self.build)
         with restore_side_effects(self.build):
             graph: ModelGraph = script_model(
-                built(self.build, {}),
+                module,
                 self.batch,
                 self.inputs,
                 loss=self.loss,
@@ -104,6 +106,7 @@ class OwnScript:
                 optimizer=self.optimizer,
                 groups=self.groups,
                 degrees=DEGREES,
+                rebuild=rebuild,
             )
         return graph
 

@@ -250,6 +250,8 @@ class DivisionTrial:
         """Sums of a division over the whole, and the shapes that its dropouts see."""
         self._equal_divisions: dict[Any, DividedUnit] = {}
         """Divisions of which all ranks of an axis were tried."""
+        self._refusals: dict[Hashable, dict[int, Indivisible]] = {}
+        """Why a region's way was refused, by degree."""
 
     def division(self, degree: int) -> DividedUnit:
         """Return how the unit is divided over `degree` ranks."""
@@ -263,24 +265,37 @@ class DivisionTrial:
             return self._best(candidates, degree)
 
     def _best(self, candidates: list[Region], degree: int) -> DividedUnit:
-        if not candidates:
-            return DividedUnit(degree=degree, whole=dict(self._whole))
-        with contextlib.suppress(Indivisible):  # all at once, as most are
-            return replace(self._check(candidates, degree), whole=dict(self._whole))
         whole = dict(self._whole)
-        accepted: list[Region] = []
         undrawn: list[Region] = []
-        alone = DividedUnit(degree=degree)
+        open_regions: list[Region] = []
+        ways: list[Region] = []
+
+        def leave_whole(region: Region, error: Indivisible) -> None:
+            whole.update(dict.fromkeys(region.paths, str(error)))
+            if isinstance(error, _DrawsOtherwise) and _in_torch_styles(
+                self._user_unit, region, partial=error.partial
+            ):
+                undrawn.append(region)
+
         for region in candidates:
+            way = self._open_way(region, degree)
+            if isinstance(way, Region):
+                open_regions.append(region)
+                ways.append(way)
+            else:
+                leave_whole(region, way)
+        if not ways:
+            return DividedUnit(degree=degree, whole=whole, undrawn=tuple(undrawn))
+        with contextlib.suppress(Indivisible):  # all at once, as most are
+            return replace(self._check(ways, degree), whole=whole, undrawn=tuple(undrawn))
+        accepted: list[Region] = []
+        alone = DividedUnit(degree=degree)
+        for region in open_regions:
             try:
                 alone = self._accept(region, degree)
                 accepted += alone.regions
             except Indivisible as error:
-                whole |= dict.fromkeys(region.paths, str(error))
-                if isinstance(error, _DrawsOtherwise) and _in_torch_styles(
-                    self._user_unit, region, partial=error.partial
-                ):
-                    undrawn.append(region)
+                leave_whole(region, error)
         if len(accepted) == 1:  # and was tried alone
             return replace(alone, whole=whole, undrawn=tuple(undrawn))
         division = DividedUnit(degree=degree)
@@ -291,6 +306,28 @@ class DivisionTrial:
             except Indivisible as error:
                 whole |= dict.fromkeys(accepted.pop().paths, str(error))
         return replace(division, whole=whole, undrawn=tuple(undrawn))
+
+    def _open_way(self, region: Region, degree: int) -> Region | Indivisible:
+        """Return the first way in which a region may be divided; why not, if there is none."""
+        first: Indivisible | None = None
+        for way in _ways(region):
+            error = self._refusal(way, degree)
+            if error is None:
+                return way
+            if isinstance(error, _DrawsOtherwise):
+                return error
+            first = first or error
+        assert first is not None
+        return first
+
+    def _refusal(self, way: Region, degree: int) -> Indivisible | None:
+        """Return why a way is no division, as sizes or fewer ranks with larger parts tell."""
+        try:
+            _refuse_indivisible(self._user_unit, way, degree)
+        except Indivisible as error:
+            return error
+        refusals = self._refusals.get(_key_of((way,)), {})
+        return next((error for fewer, error in refusals.items() if degree % fewer == 0), None)
 
     # --- candidates ---
 
@@ -405,16 +442,12 @@ class DivisionTrial:
 
     def _accept(self, region: Region, degree: int) -> DividedUnit:
         """Return a unit with a region divided alone, in the first way that is right."""
-        first: Indivisible | None = None
-        for way in _ways(region):
+        while isinstance(way := self._open_way(region, degree), Region):
             try:
                 return self._check([way], degree)
-            except _DrawsOtherwise:
-                raise
             except Indivisible as error:
-                first = first or error
-        assert first is not None
-        raise first
+                self._refusals.setdefault(_key_of((way,)), {})[degree] = error
+        raise way
 
     def _check(self, regions: Sequence[Region], degree: int) -> DividedUnit:
         """Run the unit whole and in parts; return how it is divided where they are equal."""

@@ -243,7 +243,7 @@ class _Arguments:
             (tuple(self._recording.values[leaf.at].shape), self._recording.values[leaf.at].dtype)
             if isinstance(leaf, Value)
             else repr(leaf)
-            for leaf in node.leaves
+            for leaf in node.unnumbered_leaves(self._module)
         )
 
     def arguments_of(self, node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -263,7 +263,7 @@ class _LayerIdentity:
 
     def _call(self, node: Node) -> Hashable:
         called = word_of(node.call) if node.unit is None else self._unit(node.unit)
-        taken = self._leaves(node.leaves)
+        taken = self._leaves(node.unnumbered_leaves(self._module))
         return (
             called,
             taken,

@@ -3,15 +3,18 @@
 A model has tens of like blocks, and a recording needs of each what it gives, not how.  Blocks are
 alike where classes, modes, shapes and all attributes are, where they get tensors of the same shapes
 and types, and where the first of them changed nothing, drew nothing of Python's own and returned
-tensors of its own.  The number of a block among its like (`layer_idx`) may differ: whoever reads it
-in the first block makes all of them run.
+tensors of its own.  The number of a block among its like (`layer_idx`), an attribute or an
+argument, may differ: whoever reads it in the first block makes all of them run.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+import itertools
 import re
 import types
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from meshwright.runtime.core.side_effects import Changes
 
@@ -38,6 +41,38 @@ def is_block_number(name: str, value: object) -> bool:
     return type(value) is int and _NUMBER.search(name) is not None
 
 
+def replace_block_numbers(
+    part: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    other: Callable[[int], Any] = lambda _: "number of a block",
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a unit's call with something else for those that number a block."""
+
+    def without_number(name: str, value: Any) -> Any:
+        return other(value) if is_block_number(name, value) else value
+
+    names = _positional_names(part) if any(type(value) is int for value in args) else ()
+    named = itertools.zip_longest(names[: len(args)], args, fillvalue="")
+    return (
+        tuple(without_number(name, value) for name, value in named),
+        {name: without_number(name, value) for name, value in kwargs.items()},
+    )
+
+
+def _positional_names(part: nn.Module) -> tuple[str, ...]:
+    """Return the names of a forward's arguments in order; none where it does not tell them."""
+    try:
+        parameters = inspect.signature(part.forward).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    return tuple(
+        parameter.name
+        for parameter in parameters
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class UnitRun:
     """Result of a recorded unit, and the effects that its forward had."""
@@ -50,6 +85,8 @@ class UnitRun:
     drew_python: bool = False
     changes: bool = False
     """The unit changed its arguments, or sizes of its result depend on values."""
+    reads_number: bool = True
+    """The unit may have read the number of its block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,25 +140,32 @@ class RepeatedUnits:
         self._repeats: dict[Hashable, _RepeatableRun | None] = {}
 
     def run(
-        self, unit: str, leaves: Sequence[Any], spec: TreeSpec, run: Callable[[], UnitRun]
+        self,
+        unit: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        run: Callable[[Sequence[Any], Mapping[str, Any]], UnitRun],
     ) -> UnitRun:
-        """Return what `run` gives, of a like unit that ran before if there is one."""
+        """Return what `run` gives with these arguments, of a like unit that ran before if any."""
         part = self._module.get_submodule(unit)
+        leaves, spec = tree_flatten(replace_block_numbers(part, args, kwargs))
         if not all(isinstance(leaf, (FakeTensor, *PLAIN)) for leaf in leaves):
-            return run()
+            return run(args, kwargs)
         numbers: dict[Any, int] = {}
         given = tuple(_of_leaf(leaf, numbers) for leaf in leaves)
         key = given, str(spec), torch.is_grad_enabled(), _of_module(part, numbers)
         if key in self._repeats:
             repeat = self._repeats[key]
-            return run() if repeat is None else repeat.made_again()
+            return run(args, kwargs) if repeat is None else repeat.made_again()
         before, watched = Changes((part,)), _BlockNumbers(part)
         try:
             with watched.hidden():
-                ran = run()
+                ran = run(*replace_block_numbers(part, args, kwargs, watched.watch))
+            watched.note_results(ran.result)
         except Exception:
             watched.were_read = True
-            ran = run()
+            ran = run(args, kwargs)
+        ran = replace(ran, reads_number=watched.were_read)
         self._repeats[key] = None
         if not (watched.were_read or before.changes()):
             tensors = (*part.parameters(), *part.buffers(), *leaves)
@@ -184,6 +228,10 @@ def _of_value(value: Any, numbers: dict[Any, int]) -> Hashable:
             like = frozenset(value)
         case dict():
             like = tuple((repr(key), _of_value(each, numbers)) for key, each in value.items())
+        case functools.partial():
+            like = tuple(
+                _of_value(part, numbers) for part in (value.func, value.args, value.keywords)
+            )
         case types.MethodType():
             like = value.__func__, isinstance(value.__self__, nn.Module)
     return type(value), like
@@ -205,11 +253,20 @@ class _BlockNumbers:
             if is_block_number(name, value)
         ]
 
+    def watch(self, value: int) -> _WatchedNumber:
+        """Return a number that tells of it when it is read."""
+        return _WatchedNumber(value, self)
+
+    def note_results(self, result: Any) -> None:
+        """Raise TypeError where a unit hands a number on, which others would read later."""
+        if any(isinstance(leaf, _WatchedNumber) for leaf in tree_leaves(result)):
+            raise TypeError("a unit returns the number of its block")
+
     @contextmanager
     def hidden(self) -> Iterator[None]:
         """Put numbers in their places that tell of it when they are read."""
         for attributes, name, value in self._places:
-            attributes[name] = _WatchedNumber(value, self)
+            attributes[name] = self.watch(value)
         try:
             yield
         finally:

@@ -13,14 +13,16 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import resolve_name
-from torch.utils._pytree import TreeSpec
+from torch.utils._pytree import TreeSpec, tree_leaves
 from torch.utils._pytree import tree_unflatten as unflatten
+
+from meshwright.runtime.tracing.repeated_units import replace_block_numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,17 @@ class Node:
     operators: int = 0
     """A hash of the operators that ran, with their arguments and the shapes of tensors; equal in
     one process alone."""
+    reads_number: bool = field(default=True, compare=False)
+    """Its forward may read the number of the block among its like."""
+
+    def unnumbered_leaves(self, module: nn.Module) -> tuple[Any, ...]:
+        """Return the leaves, the same of all blocks that do not read their number."""
+        if self.unit is None or self.reads_number or not any(type(at) is int for at in self.leaves):
+            return self.leaves
+        args, kwargs = self.arguments(lambda leaf: leaf)
+        return tuple(
+            tree_leaves(replace_block_numbers(module.get_submodule(self.unit), args, kwargs))
+        )
 
     def arguments(self, value: Callable[[Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return args and kwargs, with tensors in place of references."""

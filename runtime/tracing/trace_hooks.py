@@ -200,13 +200,13 @@ class Notes:
         versions = [tensor._version for tensor in tensors]
         grad = torch.is_grad_enabled()
 
-        def run() -> UnitRun:
+        def run(args: Sequence[Any], kwargs: Mapping[str, Any]) -> UnitRun:
             return self._run(lambda: call(*args, **kwargs), unit, tensors)
 
         if unit is None or self._repeated is None:
-            ran = run()
+            ran = run(args, kwargs)
         else:
-            ran = self._repeated.run(unit, leaves, spec, run)
+            ran = self._repeated.run(unit, args, kwargs, run)
         result = ran.result
         changed = _changed_tensors(tensors, versions)
         results = [
@@ -247,6 +247,7 @@ class Notes:
                 changes_held=changes_held,
                 where=where,
                 operators=ran.operators,
+                reads_number=ran.reads_number,
             )
         )
         return result

@@ -9,7 +9,8 @@ them runs once on the real ones.  What is noted of it: runtime/tracing/trace_hoo
 
 Experts whose code reads what a router chose run as if all had as many tokens, inside of
 `even_routing(module)`: products of grouped experts, lists of tokens per expert, and loops over the
-experts that were hit are replaced by what costs as much and keeps as much.  Only tensors without
+experts that were hit are replaced by what costs as much and keeps as much.  A loop over weights
+that are not known by name runs as it is, with every expert hit by its share.  Only tensors without
 data are treated so; a value that is read for anything else is refused by torch as before.
 """
 
@@ -71,11 +72,13 @@ class Recorder:
         units: Sequence[str] | None = None,
         dtype: torch.dtype = torch.float32,
         whole: bool = False,
+        rebuild: Callable[[], nn.Module] | None = None,
     ) -> None:
         """`batch` may hold tensors without data.  `dtype` is the type of computation.
 
-        `whole` makes the module one unit.  Raises RecordError where `units` names no module, or
-        the forward cannot be recorded.
+        `whole` makes the module one unit.  `rebuild` builds a module without data once more, with
+        data, where its forward does not run without.  Raises RecordError where `units` names no
+        module, or the forward cannot be recorded.
         """
         self.example = batch
         """The batch of `first`."""
@@ -105,9 +108,10 @@ class Recorder:
             raise
         except Exception as fake_error:
             # A kernel without fake tensors, or sizes that depend on values inside a unit.
-            if not has_data(tree_leaves(batch)) or not has_data(module.parameters()):
+            is_whole = has_data(module.parameters())
+            if not has_data(tree_leaves(batch)) or not (is_whole or rebuild):
                 raise _record_error(module, fake_error) from fake_error
-            self._real = deepcopy_module(module)
+            self._real = rebuild() if rebuild and not is_whole else deepcopy_module(module)
             try:
                 self.first = self.recording(batch)
             except RecordError:
@@ -148,17 +152,18 @@ class Recorder:
         *,
         units: Sequence[str] | None = None,
         dtype: torch.dtype = torch.float32,
+        rebuild: Callable[[], nn.Module] | None = None,
     ) -> Recorder:
         """Return a recorder of units, or of the whole module where units cannot be distinguished.
 
         With one unit there is no pipeline; `refused` says why.
         """
         try:
-            return cls(module, batch, inputs, units=units, dtype=dtype)
+            return cls(module, batch, inputs, units=units, dtype=dtype, rebuild=rebuild)
         except RecordError as error:
             if units is not None:
                 raise
-            recorder = cls(module, batch, inputs, dtype=dtype, whole=True)
+            recorder = cls(module, batch, inputs, dtype=dtype, whole=True, rebuild=rebuild)
             recorder.refused = str(error)
             return recorder
 
@@ -433,18 +438,19 @@ def own_tensors(batch: Any) -> Any:
 
 
 LOOPING = ("hidden_states", "top_k_index", "top_k_weights")
-
-
 """Arguments of transformers' experts: tokens, and the experts of each with weights."""
 
 
 @contextlib.contextmanager
 def even_routing(module: nn.Module) -> Iterator[None]:
     """Let a module without data run whose experts read values; it is the caller's own copy."""
+    sizes = _EvenSizes()
     for part in module.modules():
         if _loops(part):
             part.forward = types.MethodType(_even_products, part)
-    with _grouped_products(), _listed_by_modes(), _EvenSizes():
+        elif _loops_over_hits(part):
+            part.forward = types.MethodType(sizes.go_through_hits, part)
+    with _grouped_products(), _listed_by_modes(), sizes:
         yield
 
 
@@ -489,15 +495,56 @@ class _Sizes:
 
 
 class _EvenSizes(TorchFunctionMode):
-    """Cuts rows into equal parts where their numbers are values of a tensor."""
+    """Cuts rows into equal parts where their numbers are values of a tensor.
+
+    While a loop over experts runs, all of them are hit, and each by as many of the choices.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._experts = 0
+        """Experts of the loop that runs; 0 outside of one."""
+
+    def go_through_hits(
+        self, part: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    ) -> Any:
+        """Run the forward of a module that goes through its experts in a loop."""
+        outside, self._experts = self._experts, int(part.num_experts)
+        try:
+            return type(part).forward(part, hidden_states, top_k_index, top_k_weights)
+        finally:
+            self._experts = outside
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._experts and isinstance(args[0], FakeTensor) and not kwargs:
+            if func is Tensor.nonzero and args[0].ndim == 1:
+                return args[0].new_zeros((self._experts, 1), dtype=torch.int64)
+            if func is torch.where and len(args) == 1:
+                choices = args[0].new_zeros(args[0].numel() // self._experts, dtype=torch.int64)
+                return tuple(choices.clone() for _ in range(args[0].ndim))
+            if func is Tensor.__getitem__ and _is_number(args[1]):
+                return args[0][0]
         if func is Tensor.tolist and isinstance(args[0], FakeTensor) and args[0].ndim == 1:
             return _Sizes(args[0])
         if func in (Tensor.split, torch.split) and len(args) > 1 and isinstance(args[1], _Sizes):
             return torch.tensor_split(args[0], args[1].count, *args[2:], **kwargs)
         return func(*args, **kwargs)
+
+
+def _is_number(index: Any) -> bool:
+    """Tell whether an index is one number without data."""
+    whole = isinstance(index, FakeTensor) and not index.ndim and not index.is_floating_point()
+    return whole and index.dtype != torch.bool
+
+
+def _loops_over_hits(part: nn.Module) -> bool:
+    """Tell whether a module is called as experts are, and states how many they are."""
+    if not isinstance(getattr(part, "num_experts", None), int):
+        return False
+    if hasattr(type(part).forward, "__wrapped__"):  # the library has other products for it
+        return False
+    return tuple(inspect.signature(part.forward).parameters) == LOOPING
 
 
 def _loops(part: nn.Module) -> bool:

@@ -40,6 +40,7 @@ from meshwright.planner.schedules.schedule import splits_backward
 from meshwright.planner.search.bounds.memory_bounds import BytesBounds
 from meshwright.planner.search.partition.layer_options import allowed_places, option_of
 from meshwright.planner.search.partition.stage_counts import Shares, shares_of
+from meshwright.planner.solver.nonadditive_stage import ANY_OPTION
 from meshwright.planner.solver.partition_problem import (
     Instance,
     Option,
@@ -55,6 +56,14 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 Pair = tuple[StrategyCost, StrategyParts]
+_MOVING = LayerBytes._fields.index("moving")
+_OF_ONE = np.array(
+    [
+        name in ("forward", "backward", "input", "moving", "bucket", "offloaded", "receives")
+        for name in LayerBytes._fields
+    ]
+)[:, None]
+"""[field of `LayerBytes`, 1] True where several layers have as much as one, not the sum."""
 Placed = tuple[int, int]
 """Position in the chain, choice."""
 
@@ -171,7 +180,10 @@ class RankProblem:
     def used_by_many(
         self, rank: int, before: Sequence[int], layers: Sequence[int], options: Indices
     ) -> Floats:
-        """[way] The same of many ways at once, up to rounding; `options` are [way, entry]."""
+        """[way] The same of many ways at once, up to rounding; `options` are [way, entry].
+
+        An entry with ANY_OPTION has the least of every figure of its options.
+        """
         passing = None if self._crossing is None else self._crossing.passing(before, layers)
         if self._shares is None:
             stages = {rank: self._bytes_of_many(layers, options)}
@@ -216,9 +228,11 @@ class RankProblem:
         is_like = [shares.like(entry) for entry in entries]
         order = np.array(self._order)
         # An entry of a like layer has its choices as options.
-        like = order[np.sort(np.argsort(order)[options[:, is_like]], axis=1)]
+        like = options[:, is_like]
+        if like.shape[1] > 1:
+            like = order[np.sort(np.argsort(order)[like], axis=1)]
         ends = [
-            np.array(self._choices_of(entry))[options[:, at]]
+            np.array([*self._choices_of(entry), self._any_choice(entry)])[options[:, at]]
             for at, entry in enumerate(entries)
             if not is_like[at]
         ]
@@ -231,11 +245,47 @@ class RankProblem:
         }
 
     def _bytes_of_many(self, positions: Sequence[int], choices: Indices) -> list[LayerBytes]:
-        """[layer] What layers hold, by their positions in the chain, each figure an array [way]."""
-        return [
-            LayerBytes(*self._fields_of(self._chain[at])[:, taken])
-            for at, taken in zip(positions, choices.T, strict=True)
-        ]
+        """[layer] What layers hold, by their positions in the chain, each figure an array [way].
+
+        Like layers behind one another with the same choice are two entries: the first of them, and
+        the rest as one.  Bytes rise or fall evenly along them, so they are most at either end.
+        """
+        bytes_of_layers: list[LayerBytes] = []
+        begin = 0
+        for kind, same in itertools.groupby(self._chain[at] for at in positions):
+            taken = choices[:, begin : begin + len(list(same))]
+            begin += taken.shape[1]
+            fields = self._fields_of(kind)
+            fields = np.append(fields, fields.min(axis=1, keepdims=True), axis=1)  # ANY_OPTION
+            # The first has what it receives; what moves beside a layer is of the one before it.
+            counts = None if fields[_MOVING].any() else self._counts(taken[:, 1:])
+            every = taken.T if counts is None else taken.T[:1]
+            bytes_of_layers += [LayerBytes(*fields[:, choice]) for choice in every]
+            for choice, number in counts or ():
+                for part in (np.minimum(number, 1), np.maximum(number - 1, 0)):
+                    factors = np.where(_OF_ONE, np.minimum(part, 1), part)
+                    bytes_of_layers.append(LayerBytes(*(fields[:, choice, None] * factors)))
+        return bytes_of_layers
+
+    def _counts(self, choices: Indices) -> list[tuple[int, Indices]] | None:
+        """Return (choice, [way] number of layers) in their order, which are [way, layer].
+
+        None where layers are few, or ways have them in no order that is known.  Whole buckets of
+        gradients do not rise evenly.
+        """
+        if not choices.size or choices.min() == ANY_OPTION or self.costs.has_gradient_buckets:
+            return None
+        present = np.flatnonzero(np.bincount(choices.ravel()))
+        if choices.shape[1] <= 3 * len(present):
+            return None
+        for order in (present, present[::-1], [] if self._shares is None else self._order):
+            if not set(present.tolist()).issubset(order):
+                continue
+            ranks = np.zeros(max(order) + 1, dtype=int)
+            ranks[list(order)] = np.arange(len(order))
+            if (np.diff(ranks[choices], axis=1) >= 0).all():
+                return [(int(at), (choices == at).sum(axis=1)) for at in order if at in present]
+        return None
 
     def _fields_of(self, kind: str) -> Floats:
         """[field of `LayerBytes`, choice] What a layer of this kind has."""
@@ -313,6 +363,11 @@ class RankProblem:
             numbers = (range(len(self._pairs_of(kind))) for kind in kinds)
             self._products[kinds] = list(itertools.product(*numbers))
         return self._products[kinds]
+
+    def _any_choice(self, entry: int) -> tuple[int, ...]:
+        """Return ANY_OPTION of each layer that an entry stands for."""
+        assert self._shares is not None
+        return (ANY_OPTION,) * len(self._shares.entries[entry])
 
     @cached_property
     def _every_choice(self) -> list[list[tuple[int, ...]]]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from meshwright.planner.solver import ilp
 from meshwright.planner.solver import nonadditive_stage as checked
@@ -41,7 +44,26 @@ def with_more_bytes(instance: Instance, seed: int, *, by_place: bool = False) ->
         sums = stage_bytes(instance, stage, range(first, first + len(options)), padded)
         return sums + rng.choice((0.0, 0.0, 1.0, 5.0, rng.uniform(0, 25)))
 
-    return replace(instance, used_bytes=UsedBytes(used_bytes, by_place))
+    def of_many(
+        stage: int, before: Sequence[int], held: Sequence[int], ways: NDArray[np.intp]
+    ) -> NDArray[np.float64]:
+        tables = [range(len(instance.options_of(layer))) for layer in held]
+        return np.array(
+            [
+                min(
+                    used_bytes(stage, before, held, options)
+                    for options in itertools.product(
+                        *(
+                            table if option == checked.ANY_OPTION else [option]
+                            for table, option in zip(tables, way, strict=True)
+                        )
+                    )
+                )
+                for way in ways.tolist()
+            ]
+        )
+
+    return replace(instance, used_bytes=UsedBytes(used_bytes, by_place, of_many))
 
 
 def in_order(instance: Instance, solution: Solution) -> bool:

@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import (  # noqa: F401 - written styles n
 import meshwright
 from meshwright.runtime.engine.engine import Engine
 from meshwright.runtime.engine.module_graph import few_samples
+from meshwright.runtime.parallel import tensor_check
 from meshwright.runtime.parallel.tensor_styles_search import (
     DerivedStyles,
     TensorStyles,
@@ -93,6 +94,43 @@ class Normalised(nn.Module):
 
 def drawing(**settings: Any) -> nn.Module:
     return own_modules.Language(lambda: Drawing(**settings), width=8)
+
+
+def model_of(kind: str) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    if kind == "draws":
+        return drawing(), torch.randint(0, own_modules.WORDS, (8, 7))
+    build, example = (MODULES | {f"sized {kind}": case for kind, case in SIZED.items()})[kind]
+    return build(), example()
+
+
+@pytest.mark.spread(2)
+@pytest.mark.parametrize("kind", [*MODULES, *(f"sized {kind}" for kind in SIZED), "draws"])
+def test_what_fewer_ranks_have_shown_is_not_tried_again_and_changes_nothing(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[nn.Module] = []
+    run = tensor_check._run
+
+    def counting(unit: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        runs.append(unit)
+        return run(unit, *args, **kwargs)
+
+    monkeypatch.setattr(tensor_check, "_run", counting)
+    alone = found(*model_of(kind)).units_at(4)
+    runs_alone = len(runs)
+    styles = found(*model_of(kind))
+    styles.units_at(2)
+    before = len(runs)
+    after = styles.units_at(4)
+
+    assert len(runs) - before < runs_alone or not runs_alone
+    assert not any(isinstance(unit, Drawing) for unit in runs[before:])
+    assert alone.keys() == after.keys()
+    for name, unit in alone.items():
+        assert (unit.regions, unit.undrawn) == (after[name].regions, after[name].undrawn)
+        assert unit.whole.keys() == after[name].whole.keys()
+        assert (unit.partial, unit.dropouts) == (after[name].partial, after[name].dropouts)
 
 
 def test_what_draws_stays_whole_and_has_styles_to_write_where_they_are_right() -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec
 
 from meshwright.runtime.tracing import tracer
+from meshwright.runtime.tracing.meta_costs import identities
 from meshwright.runtime.tracing.repeated_units import RepeatedUnits, UnitRun
 from meshwright.runtime.tracing.tracer import Recorder
 
@@ -29,14 +30,18 @@ class Block(nn.Module):
         self.sizes = [at] if kind == "list" else [0]
         self.calls = 0
         self.kind = kind
+        rates = {"partial": 0.5, "other partial": 0.5 + at}
+        self.scaled = functools.partial(torch.mul, other=rates.get(kind, 1.0))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, layer_idx: int = 0, width: int = 6) -> Tensor:
         """Return the sum, in the way of its kind."""
-        inner = self.linear(x)
+        inner = self.scaled(self.linear(x))
         match self.kind:
             case "number" if self.layer_idx % 2:
                 inner = inner.relu()
             case "index" if [0, 1, 0, 1][self.layer_idx]:
+                inner = inner.relu()
+            case "read argument" if layer_idx % 2:
                 inner = inner.relu()
             case "counter":
                 self.calls += 1
@@ -60,8 +65,16 @@ class Stack(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return what the last block gives."""
         x = self.embed(x)
-        for block in self.blocks:
-            x = block(x)
+        for at, block in enumerate(self.blocks):
+            match block.kind:
+                case "argument" | "read argument":
+                    x = block(x, at)
+                case "named argument":
+                    x = block(x, layer_idx=at)
+                case "other argument":
+                    x = block(x, 0, at)
+                case _:
+                    x = block(x)
             x += 1.0
         return x
 
@@ -73,15 +86,19 @@ class _Counting(RepeatedUnits):
     repeats = True
 
     def run(
-        self, unit: str, leaves: Sequence[Any], spec: TreeSpec, run: Callable[[], UnitRun]
+        self,
+        unit: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        run: Callable[[Sequence[Any], Mapping[str, Any]], UnitRun],
     ) -> UnitRun:
         """Run a unit, or repeat it."""
 
-        def counted() -> UnitRun:
+        def counted(args: Sequence[Any], kwargs: Mapping[str, Any]) -> UnitRun:
             _Counting.ran += unit.startswith("blocks")
-            return run()
+            return run(args, kwargs)
 
-        return super().run(unit, leaves, spec, counted) if self.repeats else counted()
+        return super().run(unit, args, kwargs, counted) if self.repeats else counted(args, kwargs)
 
 
 @pytest.mark.parametrize(
@@ -89,6 +106,12 @@ class _Counting(RepeatedUnits):
     [
         ("plain", 1),
         ("dropout", 1),
+        ("partial", 1),
+        ("other partial", DEPTH),
+        ("argument", 1),
+        ("named argument", 1),
+        ("read argument", DEPTH),
+        ("other argument", DEPTH),
         ("wider", 2),
         ("attribute", DEPTH),
         ("list", DEPTH),
@@ -112,3 +135,16 @@ def test_a_recording_is_that_of_all_units_run(
     assert (counted, _Counting.ran - counted) == (runs, DEPTH)
     assert first.nodes == every.nodes
     assert (first.values, first.layers, first.digest) == (every.values, every.layers, every.digest)
+
+
+@pytest.mark.parametrize(("kind", "kinds"), [("argument", 1), ("read argument", DEPTH)])
+def test_layers_are_alike_whose_number_is_an_argument_that_they_do_not_read(
+    kind: str, kinds: int
+) -> None:
+    module = Stack(kind)
+    recording = Recorder(module, torch.ones(2, 6)).first
+
+    # The first block follows another layer than the next ones, and the last one has the result.
+    inner = identities(module, recording)[2:-1]
+
+    assert len(set(inner)) == min(kinds, len(inner))

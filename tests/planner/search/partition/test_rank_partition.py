@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -32,6 +33,7 @@ from meshwright.planner.search.partition.stage_counts import (
 )
 from meshwright.planner.search.search import search
 from meshwright.planner.solver.chain import solve
+from meshwright.planner.solver.nonadditive_stage import ANY_OPTION
 from meshwright.planner.solver.partition_problem import Instance, Solution, evaluate_split
 
 TIMETABLES: list[tuple[ScheduleName, int]] = [
@@ -263,6 +265,18 @@ def test_a_rank_holds_what_its_prediction_says(
                 counts_many_like_one(instance, solution, rng)
 
 
+def ordered_by(kinds: Sequence[int], way: Sequence[int], *, backwards: bool) -> list[int]:
+    """Places of a way's options, those of layers of one kind rising or falling."""
+    taken = {
+        kind: sorted(
+            (at for at, other in enumerate(kinds) if other == kind),
+            key=lambda at: -way[at] if backwards else way[at],
+        )
+        for kind in set(kinds)
+    }
+    return [taken[kind].pop(0) for kind in kinds]
+
+
 def counts_many_like_one(instance: Instance, solution: Solution, rng: random.Random) -> None:
     """Bytes of many ways at once against those of the split, and of one way at a time."""
     bytes_of = instance.used_bytes
@@ -272,6 +286,16 @@ def counts_many_like_one(instance: Instance, solution: Solution, rng: random.Ran
         ways = [list(solution.options[first:end])]
         for _ in range(3):
             ways.append([rng.randrange(len(instance.options_of(at))) for at in range(first, end)])
+        for backwards in (False, True):  # those of a search, whose like layers are in order
+            kinds = instance.layers[first:end]
+            in_order = [
+                [way[at] for at in ordered_by(kinds, way, backwards=backwards)] for way in ways
+            ]
+            many = bytes_of.of_many(*place, np.array(in_order)).tolist()
+            assert many == pytest.approx([bytes_of.of(*place, way) for way in in_order], rel=1e-12)
+            alone = [kinds.count(kind) == 1 for kind in kinds]
+            least = bytes_of.of_many(*place, np.where(alone, ANY_OPTION, in_order)).tolist()
+            assert all(few <= used * (1 + 1e-12) for few, used in zip(least, many, strict=True))
 
         many = bytes_of.of_many(*place, np.array(ways)).tolist()
 
