@@ -23,6 +23,7 @@ from meshwright.runtime.core.side_effects import deepcopy_module, restore_side_e
 from meshwright.runtime.parallel.tensor_check import DividedUnit, DivisionTrial, with_data
 from meshwright.runtime.parallel.tensor_regions import PRODUCTS, Region
 from meshwright.runtime.tracing.meta_costs import plain_attributes
+from meshwright.runtime.tracing.repeated_units import is_block_number, reads_block_number
 from meshwright.runtime.tracing.trace import (
     Leaf,
     ModuleTensor,
@@ -54,6 +55,7 @@ class DerivedStyles:
         self._given = _Arguments(module, self._recording, batch)
         self._found: dict[Any, DividedUnit] = {}
         self._studies: dict[Any, DivisionTrial] = {}
+        self._reading: dict[Any, bool] = {}
 
     def units_at(self, degree: int) -> dict[str, DividedUnit]:
         """Return how each unit is divided over `degree` ranks, by path; those that are not too."""
@@ -88,12 +90,25 @@ class DerivedStyles:
         unit = self._module.get_submodule(name)
         kept = self._kept_whole(name)
         given = self._given.identity(node)
-        key = (_identity(unit), node.draws, node.grad, node.operators, given, tuple(kept))
+        what = _identity(unit)
+        if self._reads_number(unit, node, (what, given)):
+            what = what, _numbers_of(unit)
+        key = (what, node.draws, node.grad, node.operators, given, tuple(kept))
         if key not in self._studies:
             self._studies[key] = DivisionTrial(
                 unit, lambda: self._given.arguments_of(node), kept, draws=node.draws
             )
         return self._studies[key]
+
+    def _reads_number(self, unit: nn.Module, node: Node, like: Any) -> bool:
+        """Return whether units that are `like` this one may depend on the number of their block."""
+        if not _numbers_of(unit):
+            return False
+        if self._recorder.is_fake:
+            return node.reads_number
+        if like not in self._reading:
+            self._reading[like] = reads_block_number(unit, *self._given.arguments_of(node))
+        return self._reading[like]
 
     def _kept_whole(self, name: str) -> dict[str, str]:
         """Return the modules of a unit that must not be divided, by path, and why."""
@@ -285,8 +300,18 @@ class _Arguments:
                 return leaf
 
 
+def _numbers_of(unit: nn.Module) -> tuple[tuple[str, str, int], ...]:
+    """Return the numbers that a block has among its like, by the paths and names that have them."""
+    return tuple(
+        (path, name, value)
+        for path, part in unit.named_modules()
+        for name, value in vars(part).items()
+        if is_block_number(name, value)
+    )
+
+
 def _identity(unit: nn.Module) -> Any:
-    """Return what two units that do the same have in common."""
+    """Return what two units that do the same have in common, whatever their blocks' numbers."""
     return tuple(
         (
             path,

@@ -173,6 +173,17 @@ class RepeatedUnits:
         return ran
 
 
+def reads_block_number(part: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a unit's forward reads the number of its block, or fails."""
+    watched = _BlockNumbers(part)
+    try:
+        with watched.hidden(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            watched.note_results(part(*args, **kwargs))
+    except Exception:
+        return True
+    return watched.were_read
+
+
 def _repeat_of(ran: UnitRun, others: Iterable[Any]) -> _RepeatableRun | None:
     """Return a run as it may be given again, if it has results of its own and changed nothing."""
     leaves, spec = tree_flatten(ran.result)

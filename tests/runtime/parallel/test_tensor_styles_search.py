@@ -52,6 +52,40 @@ def styles_of(module: nn.Module, batch: Any) -> TensorStyles:
     return TensorStyles.for_units(found(module, batch).units_at(2), 2)
 
 
+class Numbered(nn.Module):
+    """A block that chooses by its number, however it has that, which of two products it uses."""
+
+    def __init__(self, number: int, how: str) -> None:
+        super().__init__()
+        self.layer_idx, self.how = number, how
+        self.even, self.odd, self.down = nn.Linear(8, 32), nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor, layer_idx: int = 0) -> Tensor:
+        number = layer_idx if self.how == "argument" else self.layer_idx
+        is_odd = number in (1, 3) if self.how == "list" else number % 2 == 1
+        return x + self.down((self.odd if is_odd else self.even)(x).relu())
+
+
+class NumberedBlocks(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Numbered(number, how) for number in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = block(x, layer_idx=number)
+        return x
+
+
+@pytest.mark.parametrize("how", ["attribute", "argument", "list"])
+def test_blocks_that_choose_by_their_number_are_divided_where_they_compute(how: str) -> None:
+    units = found(NumberedBlocks(how), torch.ones(4, 8)).units_at(2)
+    names = ["even", "odd", "even", "odd"]
+    assert [list(units[f"blocks.{at}"].regions[0].columns) for at in range(4)] == [
+        [name] for name in names
+    ]
+
+
 @pytest.mark.parametrize("kind", SIZED)
 @pytest.mark.long("fused", "grouped")
 def test_code_with_sizes_of_the_whole_stays_whole_and_says_what_to_write(kind: str) -> None:
