@@ -73,7 +73,7 @@ class NumberedBlocks(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for number, block in enumerate(self.blocks):
-            x = block(x, layer_idx=number)
+            x = block(x, layer_idx=number) if block.how == "argument" else block(x)
         return x
 
 
