@@ -517,7 +517,7 @@ class _EvenSizes(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._experts and isinstance(args[0], FakeTensor) and not kwargs:
+        if self._experts and args and not kwargs and isinstance(args[0], FakeTensor):
             if func is Tensor.nonzero and args[0].ndim == 1:
                 return args[0].new_zeros((self._experts, 1), dtype=torch.int64)
             if func is torch.where and len(args) == 1:
