@@ -131,7 +131,7 @@ _MS_SWIFT = """
     save_only_model swanlab_.* truncation_strategy external_plugins
     cached_dataset hub_token norm_bbox response_prefix merge_lora no_save_.* finetune
     moe_aux_loss_coeff router_aux_loss_coef freeze[_-](vit|aligner) use_chat_template label_names
-    rpo[_-]alpha add[_-]non[_-]thinking[_-]prefix
+    rpo[_-]alpha add[_-]non[_-]thinking[_-]prefix use_vllm vllm_server_.* vllm_mode
     beta center_rewards_coefficient reward_funcs reward_weights num_generations temperature
     top_p top_k
 """
@@ -180,7 +180,7 @@ _NEMO = """
 """
 _OF_LAUNCH = """
     nproc-per-node nnodes node-rank master-addr master-port rdzv-.* num-machines machine-rank
-    main-process-.* standalone max-restarts tee redirects log-dir role run-path
+    main-process-.* standalone max-restarts tee redirects log-dir role run-path hostfile
 """
 _TRAINER = _TRANSFORMERS + _DEEPSPEED + _OF_LAUNCH
 TABLES: dict[str, str] = {

@@ -78,8 +78,8 @@ def bases(of: str) -> list[Base]:
         if _reader_of(entry) == of
         and entry.refused is None
         and not entry.values
-        # A word in a branch that is not taken says nothing.
-        and not (of in FLAGS and re.search(r"\b(case|if)\b", entry.text))
+        # A word in a branch that is not taken, or of a command that trains nothing, says nothing.
+        and not (of in FLAGS and re.search(r"\b(case|if|swift infer)\b", entry.text))
     ]
     if of in FRAMEWORKS and of in READERS:
         for wide, _ in written(of)[:4]:
