@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -132,12 +132,17 @@ def _catalogued_model(text: str) -> str:
         return model_name(text)
     except DocumentError:
         is_cached = hub.is_hub_name(text) and hub.cached_config(text) is not None
-        shape = hub.plain_name(text).lower()
-        for name, entry in models().items():
-            shapes = {hub.plain_name(alias).lower() for alias in (name, *entry.aliases)}
-            if shape in shapes and not is_cached:
-                return name
-        raise
+        name = model_alike(text, lambda name: hub.plain_name(name).lower())
+        if name is None or is_cached:
+            raise
+        return name
+
+
+def model_alike(text: str, form: Callable[[str], str]) -> str | None:
+    """Return the first model of the catalogue of which a name has the same form as a text."""
+    wanted = form(text)
+    names = ((name, (name, *entry.aliases)) for name, entry in models().items())
+    return next((name for name, every in names if wanted in map(form, every)), None)
 
 
 def locate_model(source: str, document: str | os.PathLike[str]) -> str:

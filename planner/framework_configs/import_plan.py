@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from meshwright.planner.architectures.parameters import graph_of
 from meshwright.planner.catalog import hub, models
-from meshwright.planner.catalog.expressions import resolve_model
+from meshwright.planner.catalog.expressions import model_alike, resolve_model
 from meshwright.planner.documents import document
 from meshwright.planner.documents.axes import AXIS_NAMES
 from meshwright.planner.documents.cluster import ClusterSpec
@@ -563,6 +563,7 @@ _FEWER_BITS = re.compile(
     r"(?![a-z])",
     re.IGNORECASE,
 )
+"""Words in a model's name by which its weights have fewer bits."""
 _OTHER_PARTS = re.compile(r"(?<![a-z])(vl|omni|vision|llava)(?![a-z])", re.IGNORECASE)
 """Words in a model's name by which it has parts beside a decoder."""
 
@@ -577,9 +578,7 @@ def _catalogue_name(name: str) -> str | None:
     by_function = [model for model, (_, function) in REGISTERED.items() if function == name]
     if by_function:
         return by_function[-1]
-    shape = hub.shape_name(name)
-    known = ((model, (model, *entry.aliases)) for model, entry in models().items())
-    return next((model for model, names in known if shape in map(hub.shape_name, names)), None)
+    return model_alike(name, hub.shape_name)
 
 
 _FIGURES = (

@@ -23,7 +23,7 @@ from meshwright.runtime.core.side_effects import deepcopy_module, restore_side_e
 from meshwright.runtime.parallel.tensor_check import DividedUnit, DivisionTrial, with_data
 from meshwright.runtime.parallel.tensor_regions import PRODUCTS, Region
 from meshwright.runtime.tracing.meta_costs import plain_attributes
-from meshwright.runtime.tracing.repeated_units import is_block_number, reads_block_number
+from meshwright.runtime.tracing.repeated_units import block_numbers, reads_block_number
 from meshwright.runtime.tracing.trace import (
     Leaf,
     ModuleTensor,
@@ -92,7 +92,7 @@ class DerivedStyles:
         given = self._given.identity(node)
         what = _identity(unit)
         if self._reads_number(unit, node, (what, given)):
-            what = what, _numbers_of(unit)
+            what = what, block_numbers(unit)
         key = (what, node.draws, node.grad, node.operators, given, tuple(kept))
         if key not in self._studies:
             self._studies[key] = DivisionTrial(
@@ -102,7 +102,7 @@ class DerivedStyles:
 
     def _reads_number(self, unit: nn.Module, node: Node, like: Any) -> bool:
         """Return whether units that are `like` this one may depend on the number of their block."""
-        if not _numbers_of(unit):
+        if not block_numbers(unit):
             return False
         if self._recorder.is_fake:
             return node.reads_number
@@ -298,16 +298,6 @@ class _Arguments:
                 return torch.device("cpu")
             case _:
                 return leaf
-
-
-def _numbers_of(unit: nn.Module) -> tuple[tuple[str, str, int], ...]:
-    """Return the numbers that a block has among its like, by the paths and names that have them."""
-    return tuple(
-        (path, name, value)
-        for path, part in unit.named_modules()
-        for name, value in vars(part).items()
-        if is_block_number(name, value)
-    )
 
 
 def _identity(unit: nn.Module) -> Any:

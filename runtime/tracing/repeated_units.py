@@ -41,6 +41,16 @@ def is_block_number(name: str, value: object) -> bool:
     return type(value) is int and _NUMBER.search(name) is not None
 
 
+def block_numbers(module: nn.Module) -> tuple[tuple[str, str, int], ...]:
+    """Return the numbers of blocks that parts of a module have as attributes: path, name, value."""
+    return tuple(
+        (path, name, value)
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
+        if is_block_number(name, value)
+    )
+
+
 def replace_block_numbers(
     part: nn.Module,
     args: Sequence[Any],
@@ -258,10 +268,8 @@ class _BlockNumbers:
     def __init__(self, module: nn.Module) -> None:
         self.were_read = False
         self._places = [
-            (vars(part), name, value)
-            for part in module.modules()
-            for name, value in vars(part).items()
-            if is_block_number(name, value)
+            (vars(module.get_submodule(path)), name, value)
+            for path, name, value in block_numbers(module)
         ]
 
     def watch(self, value: int) -> _WatchedNumber:

@@ -15,6 +15,7 @@ from meshwright.planner.framework_configs.readers.parsed_config import (
     Settings,
     named_file,
 )
+from meshwright.planner.framework_configs.readers.transformers import USUAL_IN_FSDP
 
 _STRATEGIES = {
     "1": 3, "FULL_SHARD": 3, "2": 2, "SHARD_GRAD_OP": 2, "3": 0, "NO_SHARD": 0,
@@ -170,11 +171,7 @@ def _of_fsdp(settings: Settings, config: ParsedConfig) -> None:
         config.offload = "parameters"
     if fsdp.flag("fsdp_activation_checkpointing"):
         config.recompute = "full"
-    fsdp.expect("fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
-    for key in ("fsdp_backward_prefetch", "fsdp_backward_prefetch_policy"):
-        fsdp.expect(key, "BACKWARD_PRE", 1)
-    fsdp.expect("fsdp_forward_prefetch", False)
-    fsdp.expect("fsdp_limit_all_gathers", True)
+    fsdp.expect_each({f"fsdp_{key}": values for key, values in USUAL_IN_FSDP.items()})
     prefix = "parallelism_config_"
     config.data_replicate = axes.count(f"{prefix}dp_replicate_size")
     shard = axes.number(f"{prefix}dp_shard_size")

@@ -460,11 +460,15 @@ _OF_ROLLOUTS = re.compile(
 
 def _rollouts_of_swift(settings: Settings, config: ParsedConfig, objective: str) -> None:
     """Read what of the generation of answers a step meets: their length, its engine's memory."""
-    theirs = [key for key in settings.unread if _OF_ROLLOUTS.fullmatch(key)]
-    if objective != "grpo":
+    if objective == "grpo":
+        _answers_of_swift(settings, config)
+    else:
         settings.expect("loss_type", "sigmoid", "hinge", "ipo", "cross_entropy")
-        settings.idle(*(key for key in theirs if key != "loss_type"))
-        return
+    settings.idle(*filter(_OF_ROLLOUTS.fullmatch, settings.unread))
+
+
+def _answers_of_swift(settings: Settings, config: ParsedConfig) -> None:
+    """Read how long answers are, and whether their engine is on the devices of a step."""
     if config.seq_len is None:
         config.assumed.append(f"prompts have {PROMPT_LEN} tokens (--max_length)")
     config.seq_len = (config.seq_len or PROMPT_LEN) + (
@@ -477,8 +481,6 @@ def _rollouts_of_swift(settings: Settings, config: ParsedConfig, objective: str)
         config.unknown.append("vllm_mode=colocate")
     elif is_here:
         config.assumed.append("the engine of rollouts gives its memory back before an update")
-    for key in theirs:
-        settings.ignore(key)
 
 
 def _targets_of_swift(settings: Settings) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,6 +95,11 @@ class Settings:
             raise DocumentError(key, f"is {value!r:.40}; it is one word")
         if value is not None and all(not _is_alike(value, usual) for usual in values):
             self.name(key)
+
+    def expect_each(self, usual: Mapping[str, Sequence[object]]) -> None:
+        """Take keys of which plans have some values alone, by key."""
+        for key, values in usual.items():
+            self.expect(key, *values)
 
     def name(self, *keys: str) -> None:
         """Record keys as not understood, with their values."""

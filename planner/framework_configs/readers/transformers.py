@@ -30,8 +30,9 @@ _RATES = {
 }
 
 
+_PAGED = ("paged_adamw", "paged_adamw_32bit")
 OPTIMIZERS = {
-    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf"), "adamw"),
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", *_PAGED), "adamw"),
     **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "adamw_torch_8bit"), "adamw-8bit"),
     **dict.fromkeys(("paged_adamw_8bit", "paged_adamw_bnb_8bit"), "adamw-8bit-paged"),
     "adafactor": "adafactor",
@@ -39,8 +40,6 @@ OPTIMIZERS = {
     "muon": "muon",
     "sgd": "sgd",
 }
-_PAGED = ("paged_adamw", "paged_adamw_32bit")
-OPTIMIZERS |= dict.fromkeys(_PAGED, "adamw")
 """Optimizers of plans by their names there (training_args.py, OptimizerNames; axolotl's muon)."""
 
 
@@ -309,11 +308,7 @@ def _of_fsdp(
     if fsdp.flag("activation_checkpointing"):
         config.recompute = "full"
     fsdp.idle("version")  # what is priced is the framework's own
-    fsdp.expect("auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
-    fsdp.expect("limit_all_gathers", True)
-    for key in ("backward_prefetch", "backward_prefetch_policy"):
-        fsdp.expect(key, "BACKWARD_PRE", 1)
-    fsdp.expect("forward_prefetch", False)
+    fsdp.expect_each(USUAL_IN_FSDP)
     hybrid = ("HYBRID_SHARD", 4) if config.data_shard == 0 else ()
     fsdp.expect(
         "sharding_strategy",
@@ -324,6 +319,14 @@ def _of_fsdp(
     config.gather(fsdp, "fsdp_config", theirs)
 
 
+USUAL_IN_FSDP: dict[str, tuple[object, ...]] = {
+    "auto_wrap_policy": ("TRANSFORMER_BASED_WRAP",),
+    "backward_prefetch": ("BACKWARD_PRE", 1),
+    "backward_prefetch_policy": ("BACKWARD_PRE", 1),
+    "forward_prefetch": (False,),
+    "limit_all_gathers": (True,),
+}
+"""Settings of FSDP of which plans have these values alone."""
 _FSDP_WORDS = (
     "full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2", "auto_wrap", "offload"
 )  # fmt: skip

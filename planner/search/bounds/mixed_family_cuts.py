@@ -35,7 +35,7 @@ from meshwright.planner.search.bounds.simulated_cuts import (
     drained_backwards,
 )
 from meshwright.planner.search.bounds.simulated_mixed_devices import LayerPasses, WholeLayers
-from meshwright.planner.search.bounds.simulated_optimum import option_counts
+from meshwright.planner.search.bounds.simulated_optimum import minimal_rows, option_counts
 from meshwright.planner.search.partition.stage_counts import longest_run, shares_of
 from meshwright.planner.solver.partition_problem import Option
 
@@ -494,11 +494,8 @@ def _minimal_options(parts: Iterable[StrategyParts]) -> tuple[StrategyParts, ...
             part.backward_transient_bytes,
             not part.stores_input,
         ] = part
-    kept: list[tuple[tuple[float, ...], StrategyParts]] = []
-    for row, part in sorted(figures.items(), key=lambda entry: entry[0]):
-        if not any(all(a <= b for a, b in zip(other, row, strict=True)) for other, _ in kept):
-            kept.append((row, part))
-    return tuple(part for _, part in kept)
+    distinct = list(figures.values())
+    return tuple(distinct[at] for at in minimal_rows(list(figures)))
 
 
 def _option(bounds: BytesBounds, at: int, part: StrategyParts) -> Option:

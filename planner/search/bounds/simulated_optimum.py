@@ -746,14 +746,7 @@ class Columns:
             for at, option in enumerate(self.instance.kinds[kind]):
                 layer_bytes = self._problem.layer_bytes(entry, self._kept_number(kind, at))
                 figures.append((option.time_s, *layer_bytes))
-            kept: list[int] = []
-            for at in sorted(range(len(figures)), key=lambda at: figures[at]):
-                if not any(
-                    all(a <= b for a, b in zip(figures[other], figures[at], strict=True))
-                    for other in kept
-                ):
-                    kept.append(at)
-            self._best_of[kind] = kept
+            self._best_of[kind] = minimal_rows(figures)
         return self._best_of[kind]
 
     def _kept_number(self, kind: int, option: int) -> int:
@@ -767,14 +760,7 @@ class Columns:
                 (option.time_s, stage.summed_bytes(option), option.transient_bytes)
                 for option in table
             ]
-            kept: list[int] = []
-            for at in sorted(range(len(table)), key=lambda at: figures[at]):
-                if not any(
-                    all(a <= b for a, b in zip(figures[other], figures[at], strict=True))
-                    for other in kept
-                ):
-                    kept.append(at)
-            self._worth[rank, kind] = kept
+            self._worth[rank, kind] = minimal_rows(figures)
         return self._worth[rank, kind]
 
     def _fastest(self, rank: int, kinds: tuple[int, ...]) -> tuple[int, ...]:
@@ -899,6 +885,21 @@ def no_slower(faster: Sequence[Option], slower: Sequence[Option]) -> bool:
         a.forward_s <= b.forward_s and a.backward_s <= b.backward_s and a.sync_s <= b.sync_s
         for a, b in zip(faster, slower, strict=True)
     )
+
+
+def minimal_rows(rows: Sequence[tuple[float, ...]]) -> list[int]:
+    """Return rows than which none other is as low in every figure, of equal ones the first.
+
+    >>> minimal_rows([(2, 1), (1, 2), (2, 2), (1, 2)])
+    [1, 0]
+    """
+    kept: list[int] = []
+    for at in sorted(range(len(rows)), key=rows.__getitem__):
+        if not any(
+            all(a <= b for a, b in zip(rows[other], rows[at], strict=True)) for other in kept
+        ):
+            kept.append(at)
+    return kept
 
 
 def join_columns(
