@@ -59,9 +59,9 @@ USUAL = Effort(
         memory_stages=40_000,
         cut_stages=10_000,
         solved=24,
-        programs=12,
+        programs=24,
         actions=70_000,
-        columns=1_500,
+        columns=3_000,
         iterations=4_000,
     )
 )

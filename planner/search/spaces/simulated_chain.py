@@ -242,8 +242,10 @@ class SimulatedChain(Families):
                 return math.inf
             if isinstance(solution, Solution | CutOff):
                 most_s = max(most_s, solution.lower_bound_s + step_s + waited_s)
-            if isinstance(solution, Solution):
-                self._try(layout, solution)
+            if isinstance(solution, Solution) and self._try(layout, solution) == math.inf:
+                fitting = self.closed_form.solver(instance, self.goal.limit_s - step_s - waited_s)
+                if isinstance(fitting, Solution):
+                    self._try(layout, fitting)
         if most_s < self.goal.limit_s:
             self.try_likeliest(layout)
         return most_s
