@@ -163,6 +163,11 @@ class OwnModel:
             recorder.follow(module)
         self._groups = parameter_groups(module, optimizer, groups)
 
+    @property
+    def own_plan(self) -> Plan:
+        """Plan of this rank's kind of pipelines."""
+        return self.plan.kinds[self.place.kind]
+
     def _refuse_changing(
         self,
         plan: Plan,
@@ -299,8 +304,6 @@ class OwnModel:
 
     def slots(self, parts: Sequence[Staged]) -> tuple[Slot, ...]:
         """Return what this rank trains; of a parameter that several stages read, each its copy."""
-        degrees = self.place.degrees
-        world = 1 if self.place.mesh is None else degrees.devices // degrees.pipeline
         slots: dict[str, Slot] = {}
         for part in parts:
             for path, parameter in part.module.named_parameters():
@@ -319,7 +322,7 @@ class OwnModel:
                     name=name,
                     parameter=parameter,
                     local=local.detach(),
-                    copies=copies_of(parameter, world) * (tied.size() if tied else 1),
+                    copies=copies_of(parameter, self.place.copies) * (tied.size() if tied else 1),
                     partial=name in part.summed,
                     pieces=1,
                     sections=part.sections.get(name, ()),

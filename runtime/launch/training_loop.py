@@ -402,7 +402,7 @@ class Loop:
             metrics.close()
         return RankRecord(
             rank=self.rank,
-            stage=self.engine.stage,
+            stage=self.plan.pipeline_rank(self.rank),
             first_step=first,
             step_s=tuple(step_s),
             untimed_steps=(watched,) if peak.slows else (),
