@@ -645,13 +645,20 @@ class Plan(Document):
                 "shares: are there beside other_pipelines; give a kind of one stage its data and "
                 "micro_batches in place of shares"
             )
-        layers = {item.layer for stage in self.stages for item in stage.layers}
+        layers = [item.layer for stage in self.stages for item in stage.layers]
         for at, kind in enumerate(others):
-            unlike = layers ^ {item.layer for stage in kind.stages for item in stage.layers}
+            here = [item.layer for stage in kind.stages for item in stage.layers]
+            unlike = {*layers} ^ {*here}
             if unlike:
                 raise ValueError(
                     f"other_pipelines[{at}].stages: layer '{min(unlike)}' is not in both kinds of "
                     "pipelines; each pipeline has all layers of the model"
+                )
+            if len(here) == len(layers) and here != layers:
+                moved = next(b for a, b in zip(layers, here, strict=True) if a != b)
+                raise ValueError(
+                    f"other_pipelines[{at}].stages: layer '{moved}' stands elsewhere than in "
+                    "stages; all pipelines have the layers in one order"
                 )
         if self.ranks > MOST_DEVICES:
             raise ValueError(
@@ -1008,6 +1015,11 @@ class Plan(Document):
             ranks += [before + kind.rank_of_stage(stage) for stage in range(len(kind.stages))]
             before += kind.mesh.pipeline
         return tuple(ranks)
+
+    @property
+    def most_micro_batches(self) -> int:
+        """Micro-batches of all data ranks in a step; shares count as if all were the largest."""
+        return sum(kind.data_degree * kind.micro_batches for kind in self.kinds)
 
     @property
     def is_cut(self) -> bool:

@@ -427,7 +427,9 @@ def _unlike_place(plan: Plan, device: torch.device) -> Place:
         for first, kind in zip(firsts, degrees, strict=False)
     )
     kinds = Kinds(degrees=degrees, own=own, meshes=meshes)
-    return Place(degrees=degrees[own], mesh=meshes[own], kinds=kinds)
+    place = Place(degrees=degrees[own], mesh=meshes[own], kinds=kinds)
+    place.pipeline_groups()  # by all ranks together, also those whose pipeline has one stage
+    return place
 
 
 def _mesh_of_kind(device: torch.device, first: int, degrees: Degrees) -> DeviceMesh:

@@ -24,6 +24,8 @@ from torch.nn import functional
 from meshwright.planner.documents.plan import Mesh, Plan
 from meshwright.planner.errors import LaunchError
 from meshwright.runtime.checkpoint.weight_export import to_huggingface
+from meshwright.runtime.core.auxiliary_loss import batch_sum
+from meshwright.runtime.core.global_batch_loss import whole_batch
 from meshwright.runtime.core.mesh import place_of
 from meshwright.runtime.engine.engine import Engine
 from meshwright.runtime.launch import launch as launching
@@ -214,8 +216,9 @@ def test_layers_between_the_cuts_of_all_kinds_have_the_same_holders() -> None:
         assert groups == {name: ranks for name, ranks in wanted.items() if rank in ranks}
 
 
-def two_batches_a_step(plan: Plan) -> tuple[list[float], float, dict[str, Tensor]]:
-    """Return norms of two steps, of two batches each, a held-out loss, and all weights."""
+def two_batches_a_step(plan: Plan) -> tuple[list[float], float, dict[str, Tensor], int]:
+    """Return norms of two steps, of two batches each, a held-out loss, all weights, and how many
+    groups of ranks were made: a rank that makes others waits for nobody, or for ever."""
     model = cases.transformer(tied_embeddings=True)
     engine = token_engine(plan, model, device=torch.device("cpu"), documents=False)
     own = plan.samples_of(engine.slice_rank)
@@ -228,7 +231,7 @@ def two_batches_a_step(plan: Plan) -> tuple[list[float], float, dict[str, Tensor
         norms.append(engine.optimizer_step().grad_norm)
     tokens = cases.global_tokens(9, global_batch=plan.global_batch)
     held_out = float(engine.evaluate((tokens[part], None, None)).loss)
-    return norms, held_out, engine.state_dict()
+    return norms, held_out, engine.state_dict(), dist.distributed_c10d._world.group_count
 
 
 @pytest.mark.ranks
@@ -237,11 +240,11 @@ def test_several_batches_of_a_step_and_held_out_ones_are_those_of_one_process() 
     alone = cases.plan(
         cases.transformer(tied_embeddings=True), micro_batches=1, global_batch=plan.global_batch
     )
-    [(norms, held_out, weights)] = on_ranks(1, two_batches_a_step, alone)
+    [(norms, held_out, weights, _)] = on_ranks(1, two_batches_a_step, alone)
 
     found = on_ranks(plan.ranks, two_batches_a_step, plan)
 
-    assert {tuple(run[0]) for run in found} == {tuple(found[0][0])}
+    assert len({(tuple(run[0]), run[3]) for run in found}) == 1
     for run in found:
         assert apart(run[0], norms) < 1e-6
         assert run[1] == pytest.approx(held_out, rel=1e-6)
@@ -428,12 +431,37 @@ def test_a_script_draws_clips_ties_and_resumes_as_in_one_process(
                 torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6, msg=name)
 
 
-def refused(build: Any, options: dict[str, Any]) -> str:
-    try:
-        new_engine(script_plan(*KINDS), build, **options)
-    except LaunchError as error:
-        return str(error)
-    return "nothing"
+class Normed(Net):
+    """The same with statistics over the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) + self.norm(self.table(ids).flatten(0, 1)).sum()
 
 
-KINDS = ((1, 5, (2, 3)), (1, 2, (5,)))
+class Summing(Net):
+    """The same with a sum over the batch."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out = super().forward(ids)
+        return out / batch_sum(out.square().sum().detach())
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "says"),
+    [
+        (Normed, {}, "other_pipelines: differ, .* norm is a BatchNorm"),
+        (Net, {"loss": whole_batch(loss)}, "other_pipelines: differ, .* over the whole batch"),
+        (Summing, {}, "other_pipelines: differ, and the module asks for sums over the batch"),
+    ],
+)
+def test_what_gathers_over_all_slices_is_refused(
+    build: Any, options: dict[str, Any], says: str
+) -> None:
+    plan = script_plan((1, 5, (2, 3)), (1, 2, (5,)))
+
+    with pytest.raises(LaunchError, match=says):
+        new_engine(plan, build, **options)
