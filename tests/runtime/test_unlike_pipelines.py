@@ -41,8 +41,8 @@ from tests.runtime.test_against_transformers import BOUNDS
 
 PART_OF_A_STEP = 0.1
 """Largest part of AdamW's full step by which a weight is off after all steps.  A gradient that is
-all rounding takes such steps: a launch in one process is up to 0.032 off the library, also with a
-bias of gpt2 whose gradient is zero.  A gradient that lacks a pipeline's part takes others from the first."""
+all rounding takes such steps: a launch in one process is up to 0.032 off the library.  A gradient
+that lacks a pipeline's part takes others from the first."""
 Pipelines = tuple[int, int, tuple[int, ...]]
 """Number of pipelines, micro-batches of each, numbers of layers of their stages."""
 
