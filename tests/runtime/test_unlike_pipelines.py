@@ -106,7 +106,7 @@ CASES = (
     Case(kinds=((1, 4, (5,)), (1, 2, (5,)))),
     Case(kinds=((1, 4, (2, 3)), (1, 2, (5,))), name="mixtral"),
 )
-SOME = [CASES[0], CASES[1]]
+SOME = [CASES[1]]
 
 
 @pytest.fixture(autouse=True)
@@ -194,7 +194,7 @@ def test_a_run_goes_on_under_another_plan(
 # --- with all else that a plan can say ---------------------------------------------------------
 
 
-ROWS, MOST_RANKS = 47, 6
+ROWS, MOST_RANKS = 46, 6
 MIXED_CHOICES = ("recompute", "activations", "loss", "precision", "family", "documents")
 
 
@@ -210,11 +210,11 @@ class Mixed:
 
 
 @functools.cache
-def mixed_rows() -> tuple[Mixed, ...]:
+def mixed_rows(count: int) -> tuple[Mixed, ...]:
     """Return rows with random choices, each with one or two kinds of other pipelines beside it."""
     rng, table = random.Random(0), combinations.choices()
     found: list[Mixed] = []
-    while len(found) < ROWS:
+    while len(found) < count:
         row = Row(
             pipeline=rng.randint(1, 3),
             data_replicate=rng.randint(1, 2),
@@ -266,8 +266,7 @@ def mixed_errors(mixed: Mixed) -> str | None:
     "part", [0, *(pytest.param(part, marks=pytest.mark.matrix) for part in range(1, 10))]
 )
 def test_unlike_pipelines_go_with_all_else_that_a_plan_can_say(part: int) -> None:
-    rows = mixed_rows()
-    rows = rows[:2] if part == 0 else rows[2:][part - 1 :: 9]
+    rows = mixed_rows(1) if part == 0 else mixed_rows(ROWS)[1:][part - 1 :: 9]
     for family in {mixed.row.family for mixed in rows} & {*cases.COVERED}:
         ready(family)
 
