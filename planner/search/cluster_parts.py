@@ -46,6 +46,7 @@ from meshwright.planner.search.plan_preference import BESIDE, Prefer, with_prefe
 from meshwright.planner.search.proof_account import of_parts
 from meshwright.planner.search.proof_budget import (
     BRIEF,
+    GOAL,
     NEAR,
     USUAL,
     Effort,
@@ -64,6 +65,9 @@ MOST_FAMILIES = 6_000
 """Families of layouts of all parts that are bounded or searched beside a plan that is known."""
 FEW_FAMILIES = 750
 """The same of a study while no plan is known."""
+FEW_NEAR = 300
+"""Families of a part up to which it is searched where its bound is within `GOAL` of the best; the
+search of a larger one took as long as that of the whole cluster, and brought nothing."""
 MOST_LIKELY = 16
 """Parts among which the one is looked for that is likely to be the fastest."""
 BOUNDED = Effort(likely=0, tried=0, solved=4, programs=0)
@@ -338,7 +342,9 @@ class _PartSearch:
         del self._spaces[part.request.cluster_name]
         if self.best is not None and not part.request.model.edges:
             bound_s = self._bound_s(part, candidates)
-            if bound_s is not None and bound_s >= self.limit_s(part):
+            families = sum(len(of.families) for of in candidates)
+            near = 1 - GOAL if families > FEW_NEAR else 1.0
+            if bound_s is not None and bound_s >= self.limit_s(part) * near:
                 self._add_bound(part, bound_s)
                 return
             candidates = []  # of what is faster the certificate is of all that the part has
