@@ -276,7 +276,7 @@ def answer_to(
     answer = _beside_idle_devices(searched.answer, request.cluster.devices)
     prediction = answer.prediction.on(
         request.cluster.devices,
-        used=answer.plan.mesh.devices,
+        used=answer.plan.ranks,
         where=used_text(request, searched, prefer),
     )
     prediction = prediction.with_notes(
@@ -296,11 +296,11 @@ def _beside_idle_devices(answer: Answer, devices: int) -> Answer:
     """Return an answer of a part whose other plans and proof name what they leave of `devices`."""
     return replace(
         answer,
-        certificate=answer.certificate.leaving(devices - answer.plan.mesh.devices),
+        certificate=answer.certificate.leaving(devices - answer.plan.ranks),
         top=tuple(
             replace(
                 ranked,
-                prediction=ranked.prediction.leaving(devices - ranked.plan.mesh.devices),
+                prediction=ranked.prediction.leaving(devices - ranked.plan.ranks),
             )
             for ranked in answer.top
         ),
@@ -309,7 +309,7 @@ def _beside_idle_devices(answer: Answer, devices: int) -> Answer:
             if choice.plan is None or choice.prediction is None
             else replace(
                 choice,
-                prediction=choice.prediction.leaving(devices - choice.plan.mesh.devices),
+                prediction=choice.prediction.leaving(devices - choice.plan.ranks),
             )
             for choice in answer.choices
         ),

@@ -211,10 +211,10 @@ def machine_of(cluster: str, measured: Profiles) -> ClusterSpec:
 
 def check_devices(wanted: Plan, machine: ClusterSpec) -> None:
     """Refuse a plan for more devices than there are."""
-    if wanted.mesh.devices > machine.devices:
+    if wanted.ranks > machine.devices:
         raise DocumentError(
             "mesh",
-            f"takes {wanted.mesh.devices} ranks, and {machine.name} has {machine.devices} devices; "
+            f"takes {wanted.ranks} ranks, and {machine.name} has {machine.devices} devices; "
             "plan again for this cluster",
         )
 

@@ -81,7 +81,7 @@ def run_attempt(
     prediction = predict_plan(wanted, graph, machine, fit.measured)
     measured_s = account_of(run.output) if run.output is not None else RunSeconds()
     figures = save_figures(
-        Failures(), measured_s, parameters=graph.parameters, devices=wanted.mesh.devices
+        Failures(), measured_s, parameters=graph.parameters, devices=wanted.ranks
     )
     saves = None
     if run.checkpoint is not None and run.checkpoint_every is None:
@@ -137,7 +137,7 @@ def host_memory_caution(
     group = fit.machine.groups[0]
     on_host = group.accelerator.kind == "cpu"
     return memory_problem(
-        ranks=min(fit.plan.mesh.devices, group.devices_per_node),
+        ranks=min(fit.plan.ranks, group.devices_per_node),
         process_bytes=max(
             stage.host_bytes + (stage.peak_memory_bytes if on_host else 0.0)
             for stage in prediction.stages
@@ -189,7 +189,7 @@ def decision_record(
         reaction=reaction,
         why=why,
         predicted_s=predicted_s,
-        devices=fit.plan.mesh.devices,
+        devices=fit.plan.ranks,
         plan=fit.plan.digest,
         plan_source=fit.source,
     )
@@ -218,7 +218,7 @@ def copy_bytes(fit: LaunchablePlan) -> float:
         stage.memory_parts.get("parameters", 0) + stage.memory_parts.get("optimizer", 0)
         for stage in prediction.stages
     )
-    here = min(fit.plan.mesh.devices, fit.machine.groups[0].devices_per_node)
+    here = min(fit.plan.ranks, fit.machine.groups[0].devices_per_node)
     return state * here * GENERATIONS * (2 if fit.machine.devices > here else 1)
 
 

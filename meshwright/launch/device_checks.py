@@ -23,7 +23,7 @@ def check_before_run(
     A node that comes to a run which has begun is timed alone.  A check that fails ends no run.
     """
     group = fit.machine.groups[0]
-    ranks = min(group.devices_per_node, fit.plan.mesh.devices)
+    ranks = min(group.devices_per_node, fit.plan.ranks)
     has_begun = run.checkpoint is not None and Register(run.checkpoint.absolute()).newest()
     meeting = ALONE if has_begun else node_rank
     try:

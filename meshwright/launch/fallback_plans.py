@@ -95,7 +95,7 @@ class FallbackPlans:
             each=each,
             path=str(path),
             plan=again.plan.digest,
-            devices=again.plan.mesh.devices,
+            devices=again.plan.ranks,
             step_s=predicted.step_time_s,
             memory_bytes=max(stage.peak_memory_bytes for stage in predicted.stages),
         )
@@ -128,7 +128,7 @@ def size_text(left: int, each: int | None = None) -> str:
 def sizes(fit: LaunchablePlan) -> list[tuple[int, int | None]]:
     """Return of what is left when nodes are lost, or devices of one that is alone, or of each."""
     if fit.nodes == 1:
-        whole = fit.plan.mesh.devices
+        whole = fit.plan.ranks
         return [(whole - fewer, None) for fewer in FEWER if fewer < whole]
     each = fit.machine.groups[0].devices_per_node
     fewer_nodes = [(fit.nodes - fewer, None) for fewer in FEWER if fewer < fit.nodes]

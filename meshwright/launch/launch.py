@@ -162,7 +162,7 @@ def _launch_here(
             except RankFailed as failed:
                 asked = replace(asked, before=None, again=True)
                 ends += [] if failed.end is None else [failed.end]
-                judged = judge(ends, table, devices=fit.plan.mesh.devices) if ends else None
+                judged = judge(ends, table, devices=fit.plan.ranks) if ends else None
                 verdict = _raise_or_react(judged, failed, fit, quiet=quiet)
                 fit, run = _next_plan(failed, verdict, fit, planned, run, quiet=quiet), goes_on
                 if verdict.reaction == "replan":
@@ -182,7 +182,7 @@ def shrink_record(
             "(--nodes, --hosts or a scheduler's job tell of more)"
         )
     else:
-        here = f"the plan is for {given.plan.mesh.devices} devices ({cluster}), and {left} are here"
+        here = f"the plan is for {given.plan.ranks} devices ({cluster}), and {left} are here"
     return decision_record("shrink", here, fit, quiet=quiet)
 
 
@@ -213,7 +213,7 @@ def _next_plan(
         return fit.with_less_memory(failed.end, run, quiet=quiet)
     if verdict.reaction != "shrink":
         return fit
-    devices = fit.plan.mesh.devices
+    devices = fit.plan.ranks
     if fit.machine.groups[0].accelerator.kind != "cpu":
         leave_out(failed.local_rank, devices)
     return fallback(planned, devices - 1, run, quiet=quiet)

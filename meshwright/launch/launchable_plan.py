@@ -75,7 +75,7 @@ class LaunchablePlan:
         if planned > 1 or on_cpu:
             return None
         here: int = cuda_devices()
-        return here if 0 < here < self.plan.mesh.devices else None
+        return here if 0 < here < self.plan.ranks else None
 
     @property
     def nodes(self) -> int:

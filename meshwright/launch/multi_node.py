@@ -361,7 +361,7 @@ class Epochs:
         logs = folder_within(folder, "logs")
         device: Device = "cuda" if cuda_devices() else "cpu"
         ranks = {rank: place for place, rank in enumerate(self._ranks(0))}
-        local = LocalRanks(self._fit.plan.mesh.devices, device, ranks)
+        local = LocalRanks(self._fit.plan.ranks, device, ranks)
         environment = {**without_secret(os.environ), **local.environment(min(ranks))}
         self._means.zygote.warm(environment, log=logs / "rank-00000.log")
 
@@ -410,7 +410,7 @@ class Epochs:
             with never_fatal(self._run.checkpoint / "faults", MeshwrightError):
                 register.add(node, end)
         ends = (*last.ends, end)
-        judged = verdict(ends, devices=self._fit.plan.mesh.devices)
+        judged = verdict(ends, devices=self._fit.plan.ranks)
         if judged is None or judged.reaction == "stop":
             if judged is not None:
                 log_decision(self._run.output, judged, self._fit, quiet=self._quiet)

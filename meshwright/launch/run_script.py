@@ -320,9 +320,9 @@ def _command(
     more: Mapping[str, object],
 ) -> Command:
     """Return the command that a job starts on every node."""
-    if machine.devices < wanted.mesh.devices:
+    if machine.devices < wanted.ranks:
         raise LaunchError(
-            f"{plan_path}: takes {wanted.mesh.devices} ranks, and {machine.name} has "
+            f"{plan_path}: takes {wanted.ranks} ranks, and {machine.name} has "
             f"{machine.devices} devices; plan again for this cluster"
         )
     # A path from / may be one of the image.

@@ -176,7 +176,7 @@ def slowness_text(step_s: float | None, predicted_s: float | None) -> str:
 def _facts(run: WatchedRun) -> Iterator[Fact]:
     view = run.view
     if run.plan is not None:
-        ranks = f"{view.devices or run.plan.mesh.devices} devices"
+        ranks = f"{view.devices or run.plan.ranks} devices"
         yield Fact(label="run", text=f"{run.plan.model.name}, {ranks}, {run.plan.layout_text}")
     alarm = slowness_text(view.step_s, view.predicted_step_s)
     if alarm:

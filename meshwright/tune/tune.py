@@ -660,11 +660,11 @@ class Tuning:
             stand_in = self.small.stand_ins[option - len(self.candidates)]
             request = stand_in.request
             _write_model(stand_in, folder)
-        work = LoggedWork(job=plan.job, devices=plan.mesh.devices)
+        work = LoggedWork(job=plan.job, devices=plan.ranks)
         document.write(plan, path)
         if self.run is None:
             words = launch_words(path, folder, self.options)
-            return TrialProcess(words=words, folder=folder, ranks=plan.mesh.devices, work=work)
+            return TrialProcess(words=words, folder=folder, ranks=plan.ranks, work=work)
         base = base_of(request.framework.name)
         config = folder / f"config{SUFFIXES.get(base, '')}"
         if "{config}" in self.run and base != "native":
@@ -683,9 +683,7 @@ class Tuning:
                     "framework", f"is {base}, whose logs are not read; {', '.join(READERS)} are"
                 )
             reader = READERS[base]
-        return TrialProcess(
-            words=words, folder=folder, ranks=plan.mesh.devices, work=work, reader=reader
-        )
+        return TrialProcess(words=words, folder=folder, ranks=plan.ranks, work=work, reader=reader)
 
     def _write_results(self, tuner: Tuner) -> None:
         """Write the plan so far, and the constants of the cluster."""

@@ -170,7 +170,7 @@ def _unseen_text(tuned: TuningResult) -> str:
     assert tuned.small is not None
     doublings = tuned.chosen.option.doublings
     wide = math.exp(SURELY * CONSTANTS["scale"].spread * doublings) - 1
-    many = tuned.chosen.plan.mesh.devices
+    many = tuned.chosen.plan.ranks
     links = "".join(f"; links of {name}" for name in tuned.small.unseen)
     return f"how steps grow from {tuned.devices} to {many} devices (+-{100 * wide:.0f} %){links}"
 

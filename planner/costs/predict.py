@@ -135,7 +135,7 @@ def predict(
     else:
         tables, seats = place_stages(plan, request)
         prediction = placement_prediction(tables, plan.layout, placements, seats)
-    prediction = prediction.on(cluster.devices, used=plan.mesh.devices)
+    prediction = prediction.on(cluster.devices, used=plan.ranks)
     prediction = bounded_by_words(prediction, plan.not_understood)
     return prediction.model_copy(update={"plan_digest": plan.digest})
 
@@ -169,7 +169,7 @@ def _shared_prediction(plan: Plan, request: Request, placements: Sequence[Placem
     size = {"seq_len": plan.seq_len, "global_batch": plan.job.sequences}
     flops = step_flops(model, **size, document_len=plan.document_len, frozen=frozen)
     unmasked = unmasked_step_flops(model, **size, frozen=frozen)
-    used = slowest.step_time_s * peak * plan.mesh.devices / len(ranks)
+    used = slowest.step_time_s * peak * plan.ranks / len(ranks)
     every = (assumption for prediction in each for assumption in prediction.assumptions)
     return slowest.model_copy(
         update={

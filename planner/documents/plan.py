@@ -392,6 +392,21 @@ class Share(Part):
     """Micro-batches of the rank in a step."""
 
 
+class OtherPipelines(Part):
+    """Data-parallel pipelines that differ from the first kind in depth, cuts, recomputation or
+    number of micro-batches.
+
+    A kind of one stage has no schedule: forwards and backwards alternate.
+    """
+
+    data: Devices
+    """Number of data-parallel pipelines of this kind."""
+    micro_batches: Samples
+    """Micro-batches of each pipeline in a step."""
+    stages: tuple[Stage, ...]
+    """Stages of each pipeline, one on each pipeline rank."""
+
+
 class PlannedModel(Part):
     """Model of the plan."""
 
@@ -468,7 +483,8 @@ class Plan(Document):
     """Micro-batches per data-parallel rank and step: global_batch = micro_batch x micro_batches x
     data.
 
-    Where `shares` differ, it is the largest share.
+    Where `shares` differ, it is the largest share; beside `other_pipelines`, that of the first
+    kind.
     """
     offload: Offload = "none"
     """States on the host."""
@@ -509,6 +525,9 @@ class Plan(Document):
     """Shares of the data-parallel ranks in order, where they are on devices that differ."""
     stages: tuple[Stage, ...]
     """Stages in the order in which the model runs through them."""
+    other_pipelines: tuple[OtherPipelines, ...] | None = None
+    """Data-parallel pipelines beside those of `mesh`, `micro_batches` and `stages`, kind by kind;
+    all else is common to all pipelines.  Written only where there are any."""
     read_from: Line | None = None
     """Kind of configuration that the plan was read from, and that its framework runs.  Written only
     where there is one."""
@@ -523,7 +542,8 @@ class Plan(Document):
         if self.batch is not None and self.seq_len == 1:
             del fields["seq_len"]
         brief = (axis.name for axis in LAYOUT_AXES if not axis.always_written)
-        for name in ("document_len", "read_from", "not_understood", *brief):
+        beside = ("document_len", "other_pipelines", "read_from", "not_understood")
+        for name in (*beside, *brief):
             if fields.get(name) == type(self).model_fields[name].default:
                 fields.pop(name, None)
         return fields
@@ -539,37 +559,105 @@ class Plan(Document):
                 f"stages: there are {len(self.stages)}, and mesh.pipeline is {mesh.pipeline}; "
                 f"every pipeline rank needs {each}"
             )
+        if self.zero == 0 and mesh.data_shard > 1:
+            raise ValueError("zero: is 0, which shards nothing; use mesh.data_replicate")
+        if self.other_pipelines is not None:
+            self._check_other_pipelines(self.other_pipelines)
+        data = mesh.data_shard * mesh.data_replicate
+        if self.shares is not None:
+            self._check_shares(self.shares, data)
+        else:
+            self._check_samples(data)
+        for path, kind in zip(self._paths, self.kinds, strict=True):
+            kind._check_stages(path)
+        self._check_groups()
+        return self
+
+    def _check_samples(self, data: int) -> None:
+        """Refuse a global batch that is not that of all data-parallel ranks."""
+        counted = f"{self.micro_batches} x data {data}"
+        number = self.micro_batches * data
+        for at, kind in enumerate(self.other_pipelines or ()):
+            number += kind.micro_batches * kind.data
+            counted += f" + {kind.micro_batches} x data {kind.data} of other_pipelines[{at}]"
+        if self.global_batch != self.micro_batch * number:
+            counted = f"({counted})" if self.other_pipelines else counted
+            raise ValueError(
+                f"global_batch: is {self.global_batch}, but micro_batch {self.micro_batch} x "
+                f"micro_batches {counted} is {self.micro_batch * number}"
+            )
+
+    def _check_stages(self, path: str) -> None:
+        """Refuse a schedule that is not run in the shape of one kind of pipelines, and stages
+        without layers or with those of others; `path` is that of the kind."""
         shape = {"stages": len(self.stages), "micro_batches": self.micro_batches}
-        if mesh.pipeline > 1 or self.virtual_stages > 1:
+        if self.mesh.pipeline > 1 or self.virtual_stages > 1:
             reason = obstacle(self.schedule, virtual_stages=self.virtual_stages, **shape)
         else:
             reason = too_long(**shape)
         if reason:
-            raise ValueError(f"{reason[0]}: {reason[1]}")
-        data = mesh.data_shard * mesh.data_replicate
-        if self.shares is not None:
-            self._check_shares(self.shares, data)
-        elif self.global_batch != self.micro_batch * self.micro_batches * data:
-            raise ValueError(
-                f"global_batch: is {self.global_batch}, but micro_batch {self.micro_batch} x "
-                f"micro_batches {self.micro_batches} x data {data} is "
-                f"{self.micro_batch * self.micro_batches * data}"
-            )
-        if self.zero == 0 and mesh.data_shard > 1:
-            raise ValueError("zero: is 0, which shards nothing; use mesh.data_replicate")
+            raise ValueError(f"{path}{reason[0]}: {reason[1]}")
         placed: dict[str, int] = {}
         for index, stage in enumerate(self.stages):
             if not stage.layers:
-                raise ValueError(f"stages[{index}].layers: is empty; give every stage a layer")
+                raise ValueError(
+                    f"{path}stages[{index}].layers: is empty; give every stage a layer"
+                )
             for item in stage.layers:
                 if item.layer in placed:
                     raise ValueError(
-                        f"stages[{index}].layers: layer '{item.layer}' is also in "
+                        f"{path}stages[{index}].layers: layer '{item.layer}' is also in "
                         f"stages[{placed[item.layer]}]; name it in exactly one stage"
                     )
                 placed[item.layer] = index
-        self._check_groups()
-        return self
+
+    def _check_other_pipelines(self, others: tuple[OtherPipelines, ...]) -> None:
+        """Refuse what is not executed by pipelines that differ.
+
+        Their ranks hold unlike runs of layers.  ZeRO, experts and context divide what all ranks of
+        a stage hold, and compressed gradients are of one list of parameters.
+        """
+        if not others:
+            raise ValueError("other_pipelines: is empty; name a kind of pipelines, or leave it out")
+        mesh = self.mesh
+        for name, value, usual in (
+            ("zero", self.zero, 0),
+            ("mesh.context", mesh.context, 1),
+            ("mesh.expert", mesh.expert, 1),
+            ("mesh.expert_tensor", mesh.expert_tensor, 1),
+            ("virtual_stages", self.virtual_stages, 1),
+            ("offload", self.offload, "none"),
+            ("gradient_compression", self.gradient_compression, "full"),
+            ("graphs", self.graphs, "none"),
+        ):
+            if value != usual:
+                raise ValueError(
+                    f"{name}: is {value}, and pipelines differ (other_pipelines); use {usual}, or "
+                    "pipelines that are alike"
+                )
+        if SCHEDULES[self.schedule].stale:
+            raise ValueError(
+                f"schedule: is {self.schedule}, whose updates are late, and pipelines differ "
+                "(other_pipelines); use 1f1b, or pipelines that are alike"
+            )
+        if self.shares is not None:
+            raise ValueError(
+                "shares: are there beside other_pipelines; give a kind of one stage its data and "
+                "micro_batches in place of shares"
+            )
+        layers = {item.layer for stage in self.stages for item in stage.layers}
+        for at, kind in enumerate(others):
+            unlike = layers ^ {item.layer for stage in kind.stages for item in stage.layers}
+            if unlike:
+                raise ValueError(
+                    f"other_pipelines[{at}].stages: layer '{min(unlike)}' is not in both kinds of "
+                    "pipelines; each pipeline has all layers of the model"
+                )
+        if self.ranks > MOST_DEVICES:
+            raise ValueError(
+                f"other_pipelines: the plan has {self.ranks} ranks; lower data to at most "
+                f"{MOST_DEVICES:,} ranks"
+            )
 
     def _check_shares(self, shares: tuple[Share, ...], data: int) -> None:
         """Refuse shares that do not add up, or whose ranks would wait for each other in a step."""
@@ -615,36 +703,105 @@ class Plan(Document):
 
     def _check_groups(self) -> None:
         """Refuse stages whose devices are missing or not named."""
-        named = [(index, stage.group) for index, stage in enumerate(self.stages)]
         if self.groups is None or self.shares is not None:
-            for index, group in named:
-                if group is not None:
-                    why = "has shares" if self.shares else "lists no groups"
-                    raise ValueError(f"stages[{index}].group: is {group}, and the plan {why}")
+            for path, kind in zip(self._paths, self.kinds, strict=True):
+                for index, stage in enumerate(kind.stages):
+                    if stage.group is not None:
+                        why = "has shares" if self.shares else "lists no groups"
+                        raise ValueError(
+                            f"{path}stages[{index}].group: is {stage.group}, and the plan {why}"
+                        )
             return
         sizes = {group.name: group.devices for group in self.groups}
         if len(sizes) < len(self.groups):
             raise ValueError(f"groups: are {list(sizes)}; every group needs its own name")
-        group_of_rank: dict[int, str] = {}
-        for index, group in named:
-            if group not in sizes:
-                raise ValueError(
-                    f"stages[{index}].group: is {group}; name one of {', '.join(sizes)}"
-                )
-            if group_of_rank.setdefault(self.rank_of_stage(index), group) != group:
-                raise ValueError(
-                    f"stages[{index}].group: is {group}, and another stage of the same rank runs "
-                    f"on {group_of_rank[self.rank_of_stage(index)]}"
-                )
+        needed = dict.fromkeys(sizes, 0)
+        for path, kind in zip(self._paths, self.kinds, strict=True):
+            for group in kind._groups_of_ranks(path, tuple(sizes)):
+                needed[group] += kind.mesh.devices // kind.mesh.pipeline
         if self.mesh.order[-1] != "pipeline":
             raise ValueError("mesh.order: where devices differ, pipeline must be the last axis")
-        each = self.mesh.devices // self.mesh.pipeline
         for name, devices in sizes.items():
-            needed = each * list(group_of_rank.values()).count(name)
-            if needed > devices:
+            if needed[name] > devices:
                 raise ValueError(
-                    f"stages: those on {name} need {needed} devices, and it has {devices}"
+                    f"stages: those on {name} need {needed[name]} devices, and it has {devices}"
                 )
+
+    def _groups_of_ranks(self, path: str, names: tuple[str, ...]) -> list[str]:
+        """Return the device group of each pipeline rank of one kind, of these groups."""
+        group_of_rank: dict[int, str] = {}
+        for index, stage in enumerate(self.stages):
+            group, rank = stage.group, self.rank_of_stage(index)
+            if group not in names:
+                raise ValueError(
+                    f"{path}stages[{index}].group: is {group}; name one of {', '.join(names)}"
+                )
+            if group_of_rank.setdefault(rank, group) != group:
+                raise ValueError(
+                    f"{path}stages[{index}].group: is {group}, and another stage of the same rank "
+                    f"runs on {group_of_rank[rank]}"
+                )
+        return [group_of_rank[rank] for rank in range(self.mesh.pipeline)]
+
+    @property
+    def kinds(self) -> tuple[Plan, ...]:
+        """Plans of the kinds of pipelines, each as if it were alone: its own mesh, micro-batches,
+        stages and samples.  A plan whose pipelines are alike is its own only kind.
+        """
+        if self.other_pipelines is None:
+            return (self,)
+        first = self.mesh.data_replicate * self.mesh.data_shard
+        every = (
+            (first, self.micro_batches, self.stages),
+            *((kind.data, kind.micro_batches, kind.stages) for kind in self.other_pipelines),
+        )
+        return tuple(self._kind(*kind) for kind in every)
+
+    def _kind(self, data: int, micro_batches: int, stages: tuple[Stage, ...]) -> Plan:
+        degrees = {"data_replicate": data, "pipeline": len(stages)}
+        return self.model_copy(
+            update={
+                "mesh": self.mesh.model_copy(update=degrees),
+                "schedule": self.schedule if len(stages) > 1 else PLAIN,
+                "micro_batches": micro_batches,
+                "global_batch": self.micro_batch * micro_batches * data,
+                "stages": stages,
+                "other_pipelines": None,
+            }
+        )
+
+    @property
+    def _paths(self) -> tuple[str, ...]:
+        """Path of the fields of each kind of pipelines."""
+        return ("", *(f"other_pipelines[{at}]." for at, _ in enumerate(self.other_pipelines or ())))
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the whole job, of all kinds of pipelines."""
+        others = sum(kind.data * len(kind.stages) for kind in self.other_pipelines or ())
+        return self.mesh.devices + self.mesh.tensor * others
+
+    @property
+    def data_degree(self) -> int:
+        """Number of data-parallel ranks, of all kinds of pipelines."""
+        first = self.mesh.data_replicate * self.mesh.data_shard
+        return first + sum(kind.data for kind in self.other_pipelines or ())
+
+    def kind_of_rank(self, rank: int) -> tuple[int, int]:
+        """Return the kind of pipelines of a rank, and the rank's number within the kind.
+
+        Ranks are numbered kind by kind, and within a kind along its mesh.
+        """
+        for at, kind in enumerate(self.kinds):
+            if rank < kind.mesh.devices:
+                return at, rank
+            rank -= kind.mesh.devices
+        raise IndexError(rank)
+
+    def coordinate(self, rank: int, axis: Axis) -> int:
+        """Return the place of a rank of the whole job along an axis of its kind of pipelines."""
+        at, inside = self.kind_of_rank(rank)
+        return self.kinds[at].mesh.coordinate(inside, axis)
 
     @property
     def overlaps_tensors(self) -> bool:
@@ -676,7 +833,8 @@ class Plan(Document):
     @property
     def layout_text(self) -> str:
         """Layout as people write it, with what its stages have and a framework's options."""
-        return layout_with(self.alike_text, self.placement)
+        first = self.kinds[0]
+        return " + ".join([layout_with(first.alike_text, first.placement), *self._other_texts])
 
     @property
     def alike_text(self) -> str:
@@ -688,6 +846,21 @@ class Plan(Document):
     def placement(self) -> tuple[str, ...]:
         """Words of the layout for stages that are uneven, or layers that are not alike."""
         return tuple(placement_words(self._choices()))
+
+    @property
+    def _other_texts(self) -> list[str]:
+        """Texts of the pipelines that differ from the first kind, with what differs."""
+        texts = []
+        for kind in self.kinds[1:]:
+            chain = [choice for stage in kind._choices() for choice in stage]
+            words = [
+                f"pp={kind.mesh.pipeline}",
+                f"dp={kind.data_degree}",
+                f"micro_batch={kind.micro_batch}x{kind.micro_batches}",
+                *alike_words(chain[1:-1]),
+            ]
+            texts.append(layout_with(" ".join(words), kind.placement))
+        return texts
 
     def _choices(self) -> list[list[Choice]]:
         return [
@@ -718,12 +891,13 @@ class Plan(Document):
     def _rows(self) -> list[tuple[str, ...]]:
         return [
             (
-                str(at),
+                f"{at} of pipelines {number}" if self.other_pipelines else str(at),
                 str(len(stage.layers)),
                 f"{stage.layers[0].layer} to {stage.layers[-1].layer}",
                 ", ".join(dict.fromkeys(item.recompute for item in stage.layers)),
             )
-            for at, stage in enumerate(self.stages)
+            for number, kind in enumerate(self.kinds)
+            for at, stage in enumerate(kind.stages)
         ]
 
     def rank_of_stage(self, stage: int) -> int:
@@ -746,30 +920,46 @@ class Plan(Document):
     def device_of_rank(self, rank: int) -> int:
         """Return the device of the cluster that a rank uses; both count from 0.
 
-        Ranks are numbered along the mesh.  Where devices differ, each stage, or each data-parallel
-        rank, takes the next devices of its group.
+        Ranks are numbered kind by kind of pipelines, and within a kind along the mesh.  Where
+        devices differ, each stage, or each data-parallel rank, takes the next devices of its group.
         """
         if self.groups is None:
             return rank
+        runs = self._runs_of_ranks()  # in the order of ranks
+        taken: dict[str, int] = {}
+        for owner, count in runs:
+            if rank < count:
+                first = 0
+                for group in self.groups:
+                    if group.name == owner:
+                        break
+                    first += group.devices
+                return first + taken.get(owner, 0) + rank
+            taken[owner] = taken.get(owner, 0) + count
+            rank -= count
+        raise IndexError(rank)
+
+    def _runs_of_ranks(self) -> list[tuple[str, int]]:
+        """Return the device groups of ranks in order, each with a number of neighbours on it."""
         if self.shares is not None:
-            owners = {data: share.group for data, share in enumerate(self.shares)}
-        else:
-            owners = {
-                self.rank_of_stage(s): stage.group or "" for s, stage in enumerate(self.stages)
-            }
-        each = self.mesh.devices // len(owners)
-        owner = owners[rank // each]
-        before = sum(owners[other] == owner for other in range(rank // each))
-        first = 0
-        for group in self.groups:
-            if group.name == owner:
-                break
-            first += group.devices
-        return first + before * each + rank % each
+            return [(share.group, self.mesh.devices // len(self.shares)) for share in self.shares]
+        names = tuple(group.name for group in self.groups or ())
+        return [
+            (group, kind.mesh.devices // kind.mesh.pipeline)
+            for kind in self.kinds
+            for group in kind._groups_of_ranks("", names)
+        ]
 
     def micro_batches_of(self, data_rank: int) -> int:
         """Return the number of micro-batches of a data-parallel rank in a step."""
-        return self.shares[data_rank].micro_batches if self.shares else self.micro_batches
+        if self.shares is not None:
+            return self.shares[data_rank].micro_batches
+        data_rank -= self.mesh.data_replicate * self.mesh.data_shard
+        for kind in self.other_pipelines or ():
+            if 0 <= data_rank < kind.data:
+                return kind.micro_batches
+            data_rank -= kind.data
+        return self.micro_batches
 
     def samples_of(self, data_rank: int) -> range:
         """Return the range of samples of a data-parallel rank in a step."""
@@ -798,37 +988,40 @@ class Plan(Document):
                 f"is {self.model.digest}, but {model.name} has {model.digest}; "
                 "this plan was made for another model: plan again",
             )
+        for path, kind in zip(self._paths, self.kinds, strict=True):
+            kind._check_layers(model, f"{path}stages")
+
+    def _check_layers(self, model: ModelGraph, path: str) -> None:
+        """Refuse stages of one kind of pipelines that lose or reorder layers."""
         expected = [name for name, _ in model.chain]
         placed = [item.layer for stage in self.stages for item in stage.layers]
         if model.edges:
-            self._check_graph(model, placed)
+            self._check_graph(model, placed, path)
             return
         for position, (have, want) in enumerate(zip(placed, expected, strict=False)):
             if have != want:
                 raise DocumentError(
-                    "stages", f"layer {position} is '{have}'; the model's order has '{want}' there"
+                    path, f"layer {position} is '{have}'; the model's order has '{want}' there"
                 )
         if len(placed) != len(expected):
-            raise DocumentError(
-                "stages", f"place {len(placed)} layers; the model has {len(expected)}"
-            )
+            raise DocumentError(path, f"place {len(placed)} layers; the model has {len(expected)}")
 
-    def _check_graph(self, model: ModelGraph, placed: list[str]) -> None:
+    def _check_graph(self, model: ModelGraph, placed: list[str], path: str) -> None:
         """Refuse layers that are lost or unknown, and edges that lead back."""
         names = {name for name, _ in model.chain}
         for name in placed:
             if name not in names:
-                raise DocumentError("stages", f"there is no layer '{name}' in {model.name}")
+                raise DocumentError(path, f"there is no layer '{name}' in {model.name}")
         for name, _ in model.chain:
             if name not in placed:
                 raise DocumentError(
-                    "stages", f"layer '{name}' is in none of them; add it to one of them"
+                    path, f"layer '{name}' is in none of them; add it to one of them"
                 )
         place = {name: at for at, name in enumerate(placed)}
         for edge in model.edges:
             if place[edge.source] > place[edge.target]:
                 raise DocumentError(
-                    "stages",
+                    path,
                     f"layer '{edge.target}' is placed before '{edge.source}', whose output it "
                     "reads; "
                     "put it on the same stage or a later one",
@@ -840,6 +1033,6 @@ class Plan(Document):
             homes = sorted({stage_of[name] for name in layers})
             if len(homes) > 1:
                 raise DocumentError(
-                    "stages",
+                    path,
                     f"colocated.{group}: its layers are on stages {homes}; they stay on one",
                 )

@@ -217,7 +217,7 @@ def cost_word(choices: Sequence[Alternative]) -> str:
     'cost'
     """
     devices = {
-        (choice.plan.cluster, choice.plan.mesh.devices + choice.prediction.idle_devices)
+        (choice.plan.cluster, choice.plan.ranks + choice.prediction.idle_devices)
         for choice in choices
         if choice.plan is not None and choice.prediction is not None
     }
@@ -443,7 +443,7 @@ def shares_text(plan: Plan) -> str:
     counts: dict[tuple[str, int], int] = {}
     for share in plan.shares or ():
         key = (share.group, share.micro_batches)
-        counts[key] = counts.get(key, 0) + plan.mesh.devices // len(plan.shares or ())
+        counts[key] = counts.get(key, 0) + plan.ranks // len(plan.shares or ())
     return ", ".join(
         f"{devices} x {group}: {micro_batches}"
         for (group, micro_batches), devices in counts.items()

@@ -54,7 +54,7 @@ class Machines:
 
     def of_plan(self, plan: Plan) -> ClusterSpec:
         """Return the part for plans that have no more ranks than it has devices."""
-        return self.part if plan.mesh.devices <= self.part.devices else self.whole
+        return self.part if plan.ranks <= self.part.devices else self.whole
 
 
 def waterfall(
@@ -123,7 +123,7 @@ def _differences(mine: Plan, best: Plan) -> Iterator[tuple[str, str]]:
     for name in _AXES:
         if getattr(a, name) != getattr(b, name):
             yield name, f"{short[name]} {getattr(a, name)} -> {getattr(b, name)}"
-    used = [plan.mesh.devices for plan in (mine, best)]
+    used = [plan.ranks for plan in (mine, best)]
     if used[0] != used[1]:
         yield "devices", f"devices {used[0]} -> {used[1]}"
     if (a.zero, _sharding_ranks(a)) != (b.zero, _sharding_ranks(b)):
@@ -158,7 +158,7 @@ def _plain_differences(mine: Plan, best: Plan) -> Iterator[tuple[str, str]]:
 _OF_MESH = ("sequence_parallel", "expert_tensor", "order")
 _KEPT = (
     *("format", "model", "cluster", "seq_len", "document_len", "batch", "global_batch"),
-    *("precision", "training", "timeout_s", "groups", "shares"),
+    *("precision", "training", "timeout_s", "groups", "shares", "other_pipelines"),
 )
 _SET = ("framework", "mesh", "zero", "schedule", "virtual_stages", "micro_batch", "micro_batches")
 _PLAIN = (

@@ -191,7 +191,7 @@ def evaluate(
     tokens = exact(planned_run.tokens_per_step)
     idle = 0
     if plan is not None and len(candidate.cluster.groups) == 1:
-        idle = candidate.devices - plan.mesh.devices
+        idle = candidate.devices - plan.ranks
     per_node = max(group.devices_per_node for group in candidate.cluster.groups)
     outcome = replace(
         blank,

@@ -794,7 +794,7 @@ def _obstacle_to_graphs(part: Staged) -> str | None:
         return "activations go to the host inside of a pass"
     if not isinstance(part.of, LanguageRules):
         return "what a script's module does beside its tensors is not known"
-    if part.plan.mesh.devices > part.plan.mesh.data_replicate:
+    if part.plan.ranks > part.plan.mesh.data_replicate:
         return "ranks communicate inside of a pass"
     return None
 

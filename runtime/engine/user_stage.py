@@ -202,7 +202,7 @@ def holders_of(plan: Plan, recorder: Recorder, place: Place) -> dict[str, dist.P
 
 def refuse_sparse(plan: Plan, module: nn.Module) -> None:
     """Refuse tables whose gradients are sparse where gradients are summed or cast as dense ones."""
-    if plan.mesh.devices == 1 and not computes_with_copies(plan) and plan.offload == "none":
+    if plan.ranks == 1 and not computes_with_copies(plan) and plan.offload == "none":
         return
     for name, child in module.named_modules():
         if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:

@@ -188,7 +188,7 @@ def preflight(
     plan = plan.model_copy(update={"model": found_here(plan.model, model, plan_path)})
     _check_trains_on_text(model)
     chosen = device or ("cuda" if cuda_devices() else "cpu")
-    local_ranks = ranks_of_node(plan, node, nodes or [plan.mesh.devices])
+    local_ranks = ranks_of_node(plan, node, nodes or [plan.ranks])
     warnings = check_devices(plan, chosen, local_ranks)
     reason = unsupported_reason(plan, model)
     if reason:
@@ -218,7 +218,7 @@ def preflight(
                 "weights": run.weights and run.weights.resolve(),
             }
         ),
-        ranks=LocalRanks(plan.mesh.devices, chosen, local_ranks),
+        ranks=LocalRanks(plan.ranks, chosen, local_ranks),
         files=files,
         held_out=data.files(run.evaluate) if run.evaluate is not None else None,
         tokenizer=run.tokenizer or _own_tokenizer(plan, run.weights),
@@ -234,7 +234,7 @@ def ranks_of_node(plan: Plan, node: int, nodes: Sequence[int]) -> dict[int, int]
 
     A single node has all ranks, on whichever devices.  Several are filled in their order.
     """
-    devices = {rank: plan.device_of_rank(rank) for rank in range(plan.mesh.devices)}
+    devices = {rank: plan.device_of_rank(rank) for rank in range(plan.ranks)}
     if len(nodes) == 1:
         return devices
     first = sum(nodes[:node])
@@ -308,7 +308,7 @@ def _check_loggers(run: LaunchRun) -> None:
 def check_devices(plan: Plan, device: Device, local_ranks: Mapping[int, int]) -> list[str]:
     """Refuse more ranks than this machine can carry; return what is worth a warning."""
     ranks = len(local_ranks)
-    here = "" if ranks == plan.mesh.devices else " on each node"
+    here = "" if ranks == plan.ranks else " on each node"
     if device == "cuda":
         have = cuda_devices()
         if ranks > have:

@@ -230,11 +230,11 @@ def run_script(
     plan = read(Plan, plan_path)
     if node_rank.nodes == 1:
         _check_script(script)  # before anything is written
-    local_ranks = ranks_of_node(plan, node_rank.node, nodes or [plan.mesh.devices])
+    local_ranks = ranks_of_node(plan, node_rank.node, nodes or [plan.ranks])
     device: Device = "cuda" if cuda_devices() else "cpu"
     for warning in check_devices(plan, device, local_ranks):
         say(f"warning: {warning}")
-    ranks = LocalRanks(plan.mesh.devices, device, local_ranks)
+    ranks = LocalRanks(plan.ranks, device, local_ranks)
     leads, folder = ranks.leads, output.absolute()
     if not leads:
         folder = folder_within(folder, f"node-{node_rank.node:05}")
@@ -333,7 +333,7 @@ def _next_attempt(
     say: Callable[[str], None],
 ) -> _Started:
     """Do what the table says about the last end; raise it where that is to stop."""
-    devices = started.plan.mesh.devices
+    devices = started.plan.ranks
     judged = verdict(ends, devices=devices)
     assert judged is not None
     say(f"{ended}")
@@ -357,10 +357,8 @@ def _next_attempt(
     if started.slots is not None and saved is not None:
         # One rank that is left is joined to nobody, and reads no copies.
         rescue(started.slots, saved, say=say)
-    say(f"going on with {plan.mesh.devices} of {devices} devices: {plan.layout_text}")
-    ranks = LocalRanks(
-        plan.mesh.devices, started.ranks.device, ranks_of_node(plan, 0, [plan.mesh.devices])
-    )
+    say(f"going on with {plan.ranks} of {devices} devices: {plan.layout_text}")
+    ranks = LocalRanks(plan.ranks, started.ranks.device, ranks_of_node(plan, 0, [plan.ranks]))
     write(plan, run.plan_file(started.folder))
     return replace(started, plan=plan, plan_path=smaller, ranks=ranks)
 
@@ -627,7 +625,7 @@ def run_epoch(
     device: Device = "cuda" if cuda_devices() else "cpu"
     local_ranks = ranks_of_node(plan, node_rank.node, nodes)
     warnings_here = check_devices(plan, device, local_ranks)
-    ranks = LocalRanks(plan.mesh.devices, device, local_ranks)
+    ranks = LocalRanks(plan.ranks, device, local_ranks)
     folder = asked.run.output
     if not ranks.leads:
         folder = folder_within(folder, f"node-{node_rank.node:05}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -152,6 +154,129 @@ def test_shares_that_do_not_add_up_are_refused(
 ) -> None:
     with pytest.raises(DocumentError, match=says):
         shared(*counts, **changes)
+
+
+def cut_at(*sizes: int, groups: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Return stages of so many layers in the model's order, the last with the rest."""
+    ends = [*itertools.accumulate(sizes), len(LAYERS)]
+    return [
+        {"layers": [{"layer": name} for name in LAYERS[begin:end]], **on_group}
+        for begin, end, on_group in zip(
+            [0, *ends],
+            ends,
+            [{"group": name} for name in groups] or [{}] * len(ends),
+            strict=False,
+        )
+    ]
+
+
+NO_LAYERS = [*cut_at(), {"layers": []}]
+
+
+def unlike(**changes: Any) -> Plan:
+    """Return two pipelines of two stages, and three of one stage, each of two ranks a stage."""
+    data = {
+        "mesh": {"tensor": 2, "pipeline": 2, "data_replicate": 2},
+        "zero": 0,
+        "global_batch": 2 * (2 * 4 + 3 * 1),
+        "stages": cut_at(2),
+        "other_pipelines": [{"data": 3, "micro_batches": 1, "stages": cut_at()}],
+    }
+    return plan(**(data | changes))
+
+
+def test_pipelines_that_differ_number_ranks_and_samples_kind_by_kind() -> None:
+    wanted = unlike()
+
+    assert wanted.ranks == 2 * (2 * 2 + 3 * 1)
+    assert wanted.data_degree == 5
+    assert [wanted.micro_batches_of(rank) for rank in range(5)] == [4, 4, 1, 1, 1]
+    assert [wanted.samples_of(rank) for rank in range(5)] == [
+        range(8), range(8, 16), range(16, 18), range(18, 20), range(20, 22)
+    ]  # fmt: skip
+    assert [wanted.kind_of_rank(rank) for rank in (7, 8, 13)] == [(0, 7), (1, 0), (1, 5)]
+    assert [wanted.coordinate(rank, "pipeline") for rank in (0, 3, 4, 7, 8, 13)] == [
+        0, 0, 1, 1, 0, 0
+    ]  # fmt: skip
+    assert [wanted.coordinate(rank, "data_replicate") for rank in (2, 8, 10, 12)] == [1, 0, 1, 2]
+
+
+def test_each_kind_of_pipelines_is_a_plan_as_if_it_were_alone() -> None:
+    wanted = unlike(schedule="gpipe")
+
+    first, other = wanted.kinds
+
+    assert (first.ranks, first.global_batch, first.schedule) == (8, 16, "gpipe")
+    assert (other.ranks, other.global_batch, other.schedule) == (6, 6, "1f1b")
+    assert [Plan.parse(kind.dump()) for kind in (first, other)] == [first, other]
+    assert plan().kinds == (plan(),)
+    assert Plan.parse(wanted.dump()) == wanted
+    assert "other_pipelines" not in plan().dump()
+    assert wanted.layout_text.endswith(
+        "tp=2 pp=2 dp=2 zero=0 gpipe micro_batch=2x4 split=2+6 + pp=1 dp=3 micro_batch=2x1"
+    )
+
+
+def test_stages_of_all_kinds_take_the_next_devices_of_their_group() -> None:
+    groups = [{"name": "large", "devices": 4}, {"name": "small", "devices": 3}]
+
+    wanted = unlike(
+        mesh={"pipeline": 2, "data_replicate": 2},
+        groups=groups,
+        stages=cut_at(2, groups=["small", "large"]),
+        other_pipelines=[
+            {"data": 1, "micro_batches": 1, "stages": cut_at(3, groups=["large", "small"])},
+            {"data": 1, "micro_batches": 2, "stages": cut_at(groups=["large"])},
+        ],
+    )
+
+    assert [wanted.device_of_rank(rank) for rank in range(7)] == [4, 5, 0, 1, 2, 6, 3]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"other_pipelines": []}, "other_pipelines: is empty"),
+        ({"global_batch": 16}, r"global_batch: is 16, but micro_batch 2 x micro_batches "
+         r"\(4 x data 2 \+ 1 x data 3 of other_pipelines\[0\]\) is 22"),
+        ({"zero": 1}, "zero: is 1, and pipelines differ"),
+        ({"mesh": {"context": 2, "pipeline": 2}}, r"mesh\.context: is 2, and pipelines differ"),
+        ({"mesh": {"expert": 2, "pipeline": 2}}, r"mesh\.expert: is 2"),
+        ({"virtual_stages": 2, "schedule": "zbv", "mesh": {"data_replicate": 2}},
+         "virtual_stages: is 2"),
+        ({"offload": "optimizer"}, "offload: is optimizer"),
+        ({"gradient_compression": "bf16"}, "gradient_compression: is bf16"),
+        ({"graphs": "micro_batch"}, "graphs: is micro_batch"),
+        ({"schedule": "pipedream-2bw"}, "schedule: is pipedream-2bw"),
+        ({"shares": [{"group": "large", "micro_batches": 4}]}, "shares: are there beside"),
+        ({"other_pipelines": [{"data": 3, "micro_batches": 1, "stages": cut_at(2)[:1]}]},
+         r"other_pipelines\[0\]\.stages: layer '.*' is not in both kinds"),
+        ({"other_pipelines": [{"data": 3, "micro_batches": 1, "stages": NO_LAYERS}]},
+         r"other_pipelines\[0\]\.stages\[1\]\.layers: is empty"),
+        ({"other_pipelines": [{"data": 999_999, "micro_batches": 1, "stages": cut_at()}]},
+         "other_pipelines: the plan has"),
+        ({"other_pipelines": [{"data": 3, "micro_batches": 1, "stages": cut_at(groups=["x"])}]},
+         r"other_pipelines\[0\]\.stages\[0\]\.group: is x, and the plan lists no groups"),
+        ({"groups": [{"name": "large", "devices": 13}], "stages": cut_at(2, groups=["large"] * 2),
+          "other_pipelines": [{"data": 3, "micro_batches": 1, "stages": cut_at(groups=["large"])}]},
+         "those on large need 14 devices, and it has 13"),
+    ],
+)  # fmt: skip
+def test_pipelines_that_differ_are_refused_where_their_ranks_cannot_work_together(
+    changes: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(DocumentError, match=says):
+        unlike(**changes)
+
+
+def test_each_kind_of_pipelines_has_the_layers_of_the_model_in_order() -> None:
+    turned = [{"layers": [{"layer": name} for name in reversed(LAYERS)]}]
+
+    unlike().check_model(MODEL)
+    with pytest.raises(DocumentError, match=r"other_pipelines\[0\]\.stages: layer 0 is"):
+        unlike(other_pipelines=[{"data": 3, "micro_batches": 1, "stages": turned}]).check_model(
+            MODEL
+        )
 
 
 def test_a_plan_for_another_model_is_refused() -> None:
