@@ -223,7 +223,7 @@ class CostTables:
         )
 
     def among(self, replicas: Replicas) -> CostTables:
-        """Return the costs on pipelines that may be unlike, and of which a layout describes some."""
+        """Return the costs on pipelines that may be unlike; a layout describes one kind of them."""
         tables = copy(self)
         tables._replicas = replicas
         tables._holding = ResidentStates(

@@ -137,8 +137,11 @@ def search(
         store,
         fewest_groups=fewest_groups,
         likely=top == 1,
+        unlike=solver == "exact",
     ):
         spaces.append(space)
+        if space.only_simulated and goal.found:
+            continue
         queue.run(space)
         for solution in getattr(space, "first", ()):
             goal.offer(space, solution)
@@ -386,16 +389,20 @@ def spaces_of(
     degrees: Sequence[Degrees] | None = None,
     fewest_groups: int = 1,
     likely: bool = False,
+    unlike: bool = False,
 ) -> Iterator[SearchSpace]:
     """Yield the spaces of a request in the order in which they are looked at.
 
     An `effort` is what graphs of several requests share, of which any split will do; `degrees` are
     those that are of interest where devices are alike, by default all.  With `likely` those are
-    left out of many that cannot be the fastest.
+    left out of many that cannot be the fastest, and with `unlike` there are pipelines that differ
+    from one group of devices to another.
     """
     by_program = solver == "ilp"
     if request.cluster.is_mixed:
-        yield from _of_groups(request, fewest_groups, by_program=by_program, likely=likely)
+        yield from _of_groups(
+            request, fewest_groups, by_program=by_program, likely=likely, unlike=unlike
+        )
         return
     for recompute in recomputes_of(request.model, request.space, request.pins.recompute):
         candidates = candidates_of(request, rules, recompute, candidates_before, store, degrees)
@@ -414,7 +421,7 @@ def spaces_of(
 
 
 def _of_groups(
-    request: Request, fewest: int, *, by_program: bool, likely: bool
+    request: Request, fewest: int, *, by_program: bool, likely: bool, unlike: bool
 ) -> Iterator[SearchSpace]:
     """Yield the layouts of every set of at least the `fewest` groups, the largest first.
 
@@ -424,6 +431,7 @@ def _of_groups(
     from meshwright.planner.search.bounds.mixed_device_bounds import GroupCandidates  # noqa: PLC0415
     from meshwright.planner.search.spaces.mixed import FirstStep, GraphSpace, MixedSpace  # noqa: PLC0415
     from meshwright.planner.search.spaces.shares import ShareSpace  # noqa: PLC0415
+    from meshwright.planner.search.spaces.unlike_pipelines import UnlikeSpace  # noqa: PLC0415
 
     cluster, first = request.cluster, FirstStep() if likely and not by_program else None
     for count in range(len(cluster.groups), fewest - 1, -1):
@@ -434,3 +442,5 @@ def _of_groups(
                 yield ShareSpace(candidates)
             along = GraphSpace if request.model.edges else MixedSpace
             yield along(candidates, by_program=by_program, likely=first)
+            if unlike and candidates.cluster.is_mixed:
+                yield UnlikeSpace(candidates)
