@@ -743,8 +743,8 @@ def _least_enough_s(tables: Sequence[Sequence[tuple[int, Floats]]], micro_batche
     if enough(low_s) or low_s == math.inf:
         return low_s
     if not enough(high_s) or high_s == math.inf:
-        finite = [float(ends_s[np.isfinite(ends_s)].max()) for g in tables for _, ends_s in g]
-        high_s = max(finite)
+        every = np.concatenate([ends_s for group in tables for _, ends_s in group])
+        high_s = float(every[np.isfinite(every)].max(initial=low_s))
         if not enough(high_s):
             return math.inf
     for _ in range(HALVINGS):
