@@ -568,7 +568,7 @@ class Plan(Document):
             self._check_shares(self.shares, data)
         else:
             self._check_samples(data)
-        for path, kind in zip(self._paths, self.kinds, strict=True):
+        for path, kind in self.kinds_by_path.items():
             kind._check_stages(path)
         self._check_groups()
         return self
@@ -645,13 +645,20 @@ class Plan(Document):
                 "shares: are there beside other_pipelines; give a kind of one stage its data and "
                 "micro_batches in place of shares"
             )
-        layers = {item.layer for stage in self.stages for item in stage.layers}
+        layers = [item.layer for stage in self.stages for item in stage.layers]
         for at, kind in enumerate(others):
-            unlike = layers ^ {item.layer for stage in kind.stages for item in stage.layers}
+            here = [item.layer for stage in kind.stages for item in stage.layers]
+            unlike = {*layers} ^ {*here}
             if unlike:
                 raise ValueError(
                     f"other_pipelines[{at}].stages: layer '{min(unlike)}' is not in both kinds of "
                     "pipelines; each pipeline has all layers of the model"
+                )
+            if len(here) == len(layers) and here != layers:
+                moved = next(b for a, b in zip(layers, here, strict=True) if a != b)
+                raise ValueError(
+                    f"other_pipelines[{at}].stages: layer '{moved}' stands elsewhere than in "
+                    "stages; all pipelines have the layers in one order"
                 )
         if self.ranks > MOST_DEVICES:
             raise ValueError(
@@ -704,7 +711,7 @@ class Plan(Document):
     def _check_groups(self) -> None:
         """Refuse stages whose devices are missing or not named."""
         if self.groups is None or self.shares is not None:
-            for path, kind in zip(self._paths, self.kinds, strict=True):
+            for path, kind in self.kinds_by_path.items():
                 for index, stage in enumerate(kind.stages):
                     if stage.group is not None:
                         why = "has shares" if self.shares else "lists no groups"
@@ -716,7 +723,7 @@ class Plan(Document):
         if len(sizes) < len(self.groups):
             raise ValueError(f"groups: are {list(sizes)}; every group needs its own name")
         needed = dict.fromkeys(sizes, 0)
-        for path, kind in zip(self._paths, self.kinds, strict=True):
+        for path, kind in self.kinds_by_path.items():
             for group in kind._groups_of_ranks(path, tuple(sizes)):
                 needed[group] += kind.mesh.devices // kind.mesh.pipeline
         if self.mesh.order[-1] != "pipeline":
@@ -771,9 +778,13 @@ class Plan(Document):
         )
 
     @property
-    def _paths(self) -> tuple[str, ...]:
-        """Path of the fields of each kind of pipelines."""
-        return ("", *(f"other_pipelines[{at}]." for at, _ in enumerate(self.other_pipelines or ())))
+    def kinds_by_path(self) -> dict[str, Plan]:
+        """`kinds` by the path of their fields: "" and "other_pipelines[0]."."""
+        paths = [
+            "",
+            *(f"other_pipelines[{at}]." for at, _ in enumerate(self.other_pipelines or ())),
+        ]
+        return dict(zip(paths, self.kinds, strict=True))
 
     @property
     def ranks(self) -> int:
@@ -856,6 +867,7 @@ class Plan(Document):
             words = [
                 f"pp={kind.mesh.pipeline}",
                 f"dp={kind.data_degree}",
+                *([kind.schedule] if kind.mesh.pipeline > 1 else []),
                 f"micro_batch={kind.micro_batch}x{kind.micro_batches}",
                 *alike_words(chain[1:-1]),
             ]
@@ -980,6 +992,40 @@ class Plan(Document):
             document_len=self.document_len,
         )
 
+    def pipeline_rank(self, rank: int) -> int:
+        """Return the number of a rank's pipeline rank, counted over the kinds of pipelines."""
+        at, inside = self.kind_of_rank(rank)
+        kinds = self.kinds
+        before = sum(kind.mesh.pipeline for kind in kinds[:at])
+        return before + kinds[at].mesh.coordinate(inside, "pipeline")
+
+    def first_stage(self, rank: int) -> int:
+        """Return the number of a rank's first stage, counted over the kinds of pipelines."""
+        at, inside = self.kind_of_rank(rank)
+        kinds = self.kinds
+        before = sum(len(kind.stages) for kind in kinds[:at])
+        return before + kinds[at].stages_of_rank(kinds[at].mesh.coordinate(inside, "pipeline"))[0]
+
+    @property
+    def pipeline_ranks(self) -> tuple[int, ...]:
+        """Number of the pipeline rank of each stage, counted over the kinds of pipelines."""
+        ranks: list[int] = []
+        before = 0
+        for kind in self.kinds:
+            ranks += [before + kind.rank_of_stage(stage) for stage in range(len(kind.stages))]
+            before += kind.mesh.pipeline
+        return tuple(ranks)
+
+    @property
+    def most_micro_batches(self) -> int:
+        """Micro-batches of all data ranks in a step; shares count as if all were the largest."""
+        return sum(kind.data_degree * kind.micro_batches for kind in self.kinds)
+
+    @property
+    def is_cut(self) -> bool:
+        """True if any pipeline has several stages on ranks of their own."""
+        return any(kind.mesh.pipeline > 1 for kind in self.kinds)
+
     def check_model(self, model: ModelGraph) -> None:
         """Refuse a plan that was made for another model, or that loses or reorders layers."""
         if self.model.digest != model.digest:
@@ -988,7 +1034,7 @@ class Plan(Document):
                 f"is {self.model.digest}, but {model.name} has {model.digest}; "
                 "this plan was made for another model: plan again",
             )
-        for path, kind in zip(self._paths, self.kinds, strict=True):
+        for path, kind in self.kinds_by_path.items():
             kind._check_layers(model, f"{path}stages")
 
     def _check_layers(self, model: ModelGraph, path: str) -> None:

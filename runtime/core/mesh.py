@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,9 +75,27 @@ class DataRanks:
         return DeviceMesh._concatenate([self.replicating, self.sharding])
 
 
+Stages = tuple[frozenset[int], ...]
+"""Stages of a pipeline of each kind."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kinds:
+    """All kinds of pipelines of a plan, whose ranks are numbered one kind behind the other."""
+
+    degrees: tuple[Degrees, ...]
+    own: int
+    """Kind of this rank."""
+    meshes: tuple[DeviceMesh, ...] = ()
+    """Mesh of each kind, made by all ranks of the job; none for a process without a group."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """The position of this rank in the mesh.  `mesh` is None for a process without a group."""
+    """The position of this rank in the mesh of its kind of pipelines.
+
+    `mesh` is None for a process without a group.
+    """
 
     degrees: Degrees
     mesh: DeviceMesh | None
@@ -82,6 +103,8 @@ class Place:
     """True if ZeRO divides anything."""
     reshard_after_forward: int | None = None
     """The plan's own: ranks that have all parameters together between passes."""
+    kinds: Kinds | None = None
+    """All kinds of pipelines, where they differ."""
 
     def along(self, axis: Axis) -> int:
         """Return this rank's coordinate on an axis."""
@@ -93,14 +116,35 @@ class Place:
         return self.mesh[axis]
 
     @property
+    def kind(self) -> int:
+        """Kind of pipelines that this rank is of."""
+        return 0 if self.kinds is None else self.kinds.own
+
+    @property
+    def _all_degrees(self) -> tuple[Degrees, ...]:
+        return (self.degrees,) if self.kinds is None else self.kinds.degrees
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the whole job."""
+        return sum(degrees.devices for degrees in self._all_degrees)
+
+    @property
+    def is_cut(self) -> bool:
+        """True if ranks hold different parts of the model: any pipeline has several stages."""
+        return any(degrees.pipeline > 1 for degrees in self._all_degrees)
+
+    @property
     def data_rank(self) -> int:
         """Index of the slice of the global batch that this rank feeds."""
-        return self.along("data_replicate") * self.degrees.data_shard + self.along("data_shard")
+        before = sum(map(_slices, self._all_degrees[: self.kind]))
+        inside = self.along("data_replicate") * self.degrees.data_shard + self.along("data_shard")
+        return before + inside
 
     @property
     def data_degree(self) -> int:
         """Into how many slices the global batch is cut."""
-        return self.degrees.data_replicate * self.degrees.data_shard
+        return sum(map(_slices, self._all_degrees))
 
     @property
     def stage(self) -> int:
@@ -111,6 +155,11 @@ class Place:
     def replicas(self) -> int:
         """Ranks that compute gradients of the same parameters from tokens of their own."""
         return self.data_degree * self.degrees.context
+
+    @property
+    def copies(self) -> int:
+        """Ranks that hold a layer, or parts of it: those of all slices, positions and parts."""
+        return self.replicas * self.degrees.tensor
 
     @property
     def context(self) -> Context:
@@ -227,18 +276,47 @@ class Place:
         return int(getattr(self.degrees, axis))
 
     @property
-    def pipelines(self) -> list[list[int]]:
-        """The ranks of every pipeline, by their place along it."""
+    def _meshes(self) -> tuple[DeviceMesh, ...]:
+        """Mesh of each kind of pipelines."""
+        if self.kinds is not None:
+            return self.kinds.meshes
         assert self.mesh is not None
-        ranks: list[list[int]] = _pipelines(self.mesh).t().tolist()
-        return ranks
+        return (self.mesh,)
+
+    @property
+    def pipelines(self) -> list[list[int]]:
+        """The ranks of every pipeline of all kinds, by their place along it."""
+        return [ranks for mesh in self._meshes for ranks in _pipelines(mesh).t().tolist()]
+
+    def holder_groups(self, stages: Iterable[Stages]) -> dict[Stages, dist.ProcessGroup]:
+        """Return the ranks of all kinds that hold what is on these stages of each kind.
+
+        A group has the ranks of one part along the tensor axis.  The groups are those that this
+        rank is in; all ranks of the job call it together, with the same stages.
+        """
+        groups: dict[Stages, dist.ProcessGroup] = {}
+        for wanted in dict.fromkeys(stages):
+            for part in range(self.degrees.tensor):
+                ranks = self._holders(wanted, part)
+                group = _cached(("holders", ranks), functools.partial(dist.new_group, ranks))
+                if dist.get_rank() in ranks:
+                    groups[wanted] = group
+        return groups
+
+    def _holders(self, stages: Stages, part: int) -> tuple[int, ...]:
+        held = []
+        for mesh, of_kind in zip(self._meshes, stages, strict=True):
+            names = mesh.mesh_dim_names or ()
+            ranks = mesh.mesh.movedim([names.index("pipeline"), names.index("tensor")], [0, 1])
+            held += [rank for stage in of_kind for rank in ranks[stage, part].flatten().tolist()]
+        return tuple(sorted(held))
 
     def pipeline_groups(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         """Return two groups of this rank's pipeline, for messages that must not meet.
 
         All engines share them: none may leave a message under way between its steps.
         """
-        second = _cached(("second", self.degrees), lambda: _pipeline_groups(self.mesh))  # type: ignore[arg-type]
+        second = _cached(("second", self._all_degrees), lambda: _pipeline_groups(self.pipelines))
         return self.axis("pipeline").get_group(), second[dist.get_rank()]
 
     def groups_in_flight(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
@@ -246,13 +324,16 @@ class Place:
 
         Messages of a group come in the order in which they were sent, whoever asks for them.
         """
-        assert self.mesh is not None
-        first, second = _pipeline_groups(self.mesh), _pipeline_groups(self.mesh)
+        first, second = _pipeline_groups(self.pipelines), _pipeline_groups(self.pipelines)
         return first[dist.get_rank()], second[dist.get_rank()]
 
     def ends(self) -> dist.ProcessGroup | None:
-        """Return the group of the first and last stage of this rank's pipeline, if it is in one."""
+        """Return the group of the first and last stage of this rank's pipeline, if it is in one.
+
+        Pipelines that are alike have it; where they differ, `holder_groups` are of all kinds.
+        """
         assert self.mesh is not None
+        assert self.kinds is None
         pairs: dict[int, dist.ProcessGroup] = _cached(
             ("ends", self.degrees), lambda: _end_groups(self.mesh)
         )
@@ -266,10 +347,15 @@ def _cut(mesh: DeviceMesh, axis: str, ranks: int, names: tuple[str, str]) -> Dev
     return mesh._unflatten(place, (mesh[axis].size() // ranks, ranks), names)
 
 
-def _pipeline_groups(mesh: DeviceMesh) -> dict[int, dist.ProcessGroup]:
+def _slices(degrees: Degrees) -> int:
+    """Return into how many slices the data ranks of one kind cut their samples."""
+    return degrees.data_replicate * degrees.data_shard
+
+
+def _pipeline_groups(pipelines: Iterable[list[int]]) -> dict[int, dist.ProcessGroup]:
     """Make another group of the ranks of every pipeline; all ranks of the job call it together."""
     groups: dict[int, dist.ProcessGroup] = {}
-    for ranks in _pipelines(mesh).t().tolist():
+    for ranks in pipelines:
         group = dist.new_group(ranks)
         groups |= dict.fromkeys(ranks, group)
     return groups
@@ -289,19 +375,21 @@ def wants_mesh(plan: Plan) -> bool:
 
 def place_of(plan: Plan, device: torch.device) -> Place:
     """Return this rank's place in the plan's mesh; every rank of the job calls it together."""
-    degrees = plan.mesh
     world = number_of_ranks()
-    if world != degrees.devices:
+    if world != plan.ranks:
         raise LaunchError(
-            f"the plan is for {degrees.devices} ranks, and {world} are running; "
-            f"start it with {degrees.devices} processes (torchrun --nproc-per-node "
-            f"{degrees.devices} SCRIPT, or meshwright run --plan PLAN SCRIPT), or plan again"
+            f"the plan is for {plan.ranks} ranks, and {world} are running; "
+            f"start it with {plan.ranks} processes (torchrun --nproc-per-node "
+            f"{plan.ranks} SCRIPT, or meshwright run --plan PLAN SCRIPT), or plan again"
         )
     if not dist.is_initialized():
         if not wants_mesh(plan):
-            return Place(degrees=degrees, mesh=None)
+            return Place(degrees=plan.mesh, mesh=None)
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if plan.other_pipelines is not None:
+        return _unlike_place(plan, device)
+    degrees = plan.mesh
     outermost_first = tuple(reversed(degrees.order))
     sizes = tuple(getattr(degrees, axis) for axis in outermost_first)
     mesh = _cached(
@@ -321,6 +409,35 @@ def place_of(plan: Plan, device: torch.device) -> Place:
         if plan.hierarchical_all_to_all is not None:
             place.relays(plan.hierarchical_all_to_all)
     return place
+
+
+def _unlike_place(plan: Plan, device: torch.device) -> Place:
+    """Return this rank's place where pipelines differ: in the mesh of its kind.
+
+    All ranks make the meshes of all kinds, since a group is made by all ranks of the job.
+    """
+    own, _ = plan.kind_of_rank(dist.get_rank())
+    degrees = tuple(kind.mesh for kind in plan.kinds)
+    firsts = itertools.accumulate((kind.devices for kind in degrees), initial=0)
+    meshes = tuple(
+        _cached(
+            (device.type, first, kind),
+            functools.partial(_mesh_of_kind, device, first, kind),
+        )
+        for first, kind in zip(firsts, degrees, strict=False)
+    )
+    kinds = Kinds(degrees=degrees, own=own, meshes=meshes)
+    place = Place(degrees=degrees[own], mesh=meshes[own], kinds=kinds)
+    place.pipeline_groups()  # by all ranks together, also those whose pipeline has one stage
+    return place
+
+
+def _mesh_of_kind(device: torch.device, first: int, degrees: Degrees) -> DeviceMesh:
+    """Make the mesh of the ranks of a kind, of which `first` is the first."""
+    names = tuple(reversed(degrees.order))
+    ranks = torch.arange(first, first + degrees.devices)
+    sizes = [getattr(degrees, axis) for axis in names]
+    return DeviceMesh(device.type, ranks.reshape(sizes), mesh_dim_names=names)
 
 
 def _cached(key: Any, make: Any) -> Any:

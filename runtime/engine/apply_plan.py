@@ -59,6 +59,7 @@ from meshwright.runtime.parallel.expert_parallel import (
     mix_by_all_gather,
     mix_by_hierarchical_all_to_all,
 )
+from meshwright.runtime.parallel.holders import Holders
 from meshwright.runtime.parallel.tensor_styles import ScriptStyles, divide
 from meshwright.runtime.techniques import activation_offload as activations
 from meshwright.runtime.techniques import lora
@@ -137,6 +138,9 @@ class Staged:
     """Tensors of a library's layers beside parameters, by published name; never divided."""
     replicated: tuple[tuple[nn.Parameter, dist.ProcessGroup], ...] = ()
     """Parameters whose gradients runtime.parallel.replicas sums, and over which ranks; in order."""
+    holders: Callable[[str], Holders | None] | None = None
+    """Returns the ranks that hold a parameter, by its name in the module, where pipelines differ;
+    None of one that nothing reads."""
     chunked: ChunkedHead | None = None
     """The head of a user's own module, where it returns its loss."""
     traffic: HostTraffic | None = None
@@ -205,8 +209,13 @@ def language_stage(
     device: torch.device,
     weights: Weights | None = None,
     compiler: Compiler | None = None,
+    holders: Callable[[str], Holders | None] | None = None,
 ) -> Staged:
-    """Build one of this rank's stages of a language model, and apply the plan to it."""
+    """Build one of this rank's stages of a language model, and apply the plan to it.
+
+    `plan` is that of its kind of pipelines; where these differ, `holders` are those of a parameter,
+    by its name.
+    """
     layers = {item.layer: adapter.layer(item.layer) for item in plan.stages[stage].layers}
     adapter.tie(layers)
     _check_parameters(layers, adapter)
@@ -220,6 +229,7 @@ def language_stage(
             module=module,
             of=LanguageRules(adapter=adapter, weights=weights),
             compiler=compiler,
+            holders=holders,
             wrapped=wraps(plan, place) or (place.mesh is not None and _wraps_experts(plan, place)),
         )
     )
@@ -617,7 +627,7 @@ def _replicas(staged: Staged) -> None:
     unused = {id(parameter) for parameter in staged.unused}
     shared: Iterable[tuple[nn.Parameter, dist.ProcessGroup]] = ()
     if reduces_apart(staged.plan, staged.place):
-        shared = replicated(staged.module, staged.plan, staged.place)
+        shared = replicated(staged.module, staged.plan, staged.place, staged.holders)
     elif staged.wrapped and isinstance(staged.of, Script):
         group = staged.place.replica_group
         shared = [

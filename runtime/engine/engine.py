@@ -254,7 +254,7 @@ class Engine:
         _set_precision(plan, device)
         self.device, self.clip_norm = device, clip_norm
         self._model, self._place = model, model.place
-        self.stages = plan.stages_of_rank(self._place.stage)
+        self.stages = model.own_plan.stages_of_rank(self._place.stage)
         pieces = plan.tensor_overlap == "async"
         self.compiler = Compiler(device, pieces=pieces) if plan.compile == "block" else None
         """The compiler of units, if the plan lets any be compiled."""
@@ -507,7 +507,7 @@ class Engine:
         return self._of_all_stages({slot.name: slot.parameter for slot in self._optimizers.slots})
 
     def _of_all_stages(self, here: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        if self.plan.mesh.pipeline == 1:
+        if self._model.own_plan.mesh.pipeline == 1:
             return on_one_mesh(here)
         return StageTensors(here, self._place, order=self._model.order, device=self.device)
 

@@ -233,7 +233,7 @@ class ScriptState:
                 parts[name.removeprefix(f"{kind}.")] = (
                     full.detach().cpu().clone(memory_format=torch.contiguous_format)
                 )
-        if self._plan.mesh.pipeline > 1:
+        if self._place.degrees.pipeline > 1:
             group = self._place.axis("pipeline").get_group()
             having = {
                 name: [str(value.dtype).removeprefix("torch."), list(value.shape)]

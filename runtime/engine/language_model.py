@@ -6,7 +6,7 @@ their parameters have, what of a row of tokens is input and what is target.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from meshwright.planner.architectures.parameters import routes
 from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.plan import Plan
 from meshwright.planner.errors import LaunchError
+from meshwright.runtime.core.layer_names import EMBEDDING, HEAD
 from meshwright.runtime.core.loss import IGNORED
 from meshwright.runtime.core.mesh import WHOLE, Context, Place, place_of
 from meshwright.runtime.engine.apply_plan import Staged, language_stage
@@ -34,6 +35,7 @@ from meshwright.runtime.optim.update_rules import parameter_groups_of, slots_of
 from meshwright.runtime.parallel import document_attention
 from meshwright.runtime.parallel.data_parallel import activation_type
 from meshwright.runtime.parallel.expert_parallel import imbalance
+from meshwright.runtime.parallel.holders import Holders, holders_of
 from meshwright.runtime.techniques import lora
 from meshwright.runtime.techniques.compile import Compiler
 from meshwright.runtime.tracing.unused_parameters import Participation
@@ -64,6 +66,8 @@ class LanguageModel:
         """
         self.plan = plan
         self.place = place or place_of(plan, device)
+        self.own_plan = plan.kinds[self.place.kind]
+        """Plan of this rank's kind of pipelines."""
         self.aliases: dict[str, str] = {}
         self.order: tuple[str, ...] = ()
         self.counts = plan.seq_len
@@ -81,6 +85,8 @@ class LanguageModel:
         )
         if documents and (reason := documents_refused(plan, model)):
             raise LaunchError(reason)
+        self._holders = self._new_holders()
+        """Returns the ranks that hold a parameter, by its name, where pipelines differ."""
         self._device, self._documents = device, documents
         self._files = Weights(weights) if weights else None
         if (
@@ -96,9 +102,25 @@ class LanguageModel:
         self.example = tuple(torch.empty_like(tokens) for _ in range(3 if documents else 2))
         """A micro-batch without data, as stages get it."""
 
+    def _new_holders(self) -> Callable[[str], Holders | None] | None:
+        if self.place.kinds is None:
+            return None
+        tied = self.adapter.tied_names
+        readers: dict[str, tuple[str, ...]] = {n: (n,) for n, _ in self.adapter.model.chain}
+        readers |= dict.fromkeys(tied, (EMBEDDING, HEAD))
+        holders = holders_of(self.plan, self.place, readers)
+        layers = [item.layer for stage in self.own_plan.stages for item in stage.layers]
+
+        def holders_by_name(name: str) -> Holders | None:
+            if name in tied:
+                return holders[name]
+            return holders[next(layer for layer in layers if name.startswith(f"{layer}."))]
+
+        return holders_by_name
+
     def stages(self, compiler: Compiler | None) -> tuple[Staged, ...]:
         """Return this rank's stages, the plan applied."""
-        plan = self.plan
+        plan = self.own_plan
         parts = tuple(
             language_stage(
                 plan,
@@ -108,6 +130,7 @@ class LanguageModel:
                 device=self._device,
                 weights=self._files,
                 compiler=compiler,
+                holders=self._holders,
             )
             for stage in plan.stages_of_rank(self.place.stage)
         )
@@ -120,7 +143,8 @@ class LanguageModel:
 
     def slots(self, parts: Sequence[Staged]) -> tuple[Slot, ...]:
         """Return what this rank trains, by published name."""
-        ends = self.place.ends() if self.plan.mesh.pipeline > 1 else None
+        like = self.place.kinds is None
+        ends = self.place.ends() if like and self.plan.mesh.pipeline > 1 else None
         return tuple(
             slot
             for part in parts
@@ -129,6 +153,7 @@ class LanguageModel:
                 self.adapter,
                 self.place,
                 ends=ends,
+                holders=self._holders,
                 summed=part.summed,
                 factors=part.factors,
             )

@@ -462,13 +462,13 @@ def refuse_changing(
     does not change `by_samples` (a spectral norm's vectors) is the same on every rank, so that each
     may make it once in a step.
     """
-    ranks, again = plan.mesh.data_shard * plan.mesh.data_replicate, runs_again(plan, twice=twice)
+    ranks, again = plan.data_degree, runs_again(plan, twice=twice)
     if changing and (again or (ranks > 1 and by_samples())):
         reason = "more than one forward"
         if ranks > 1:
             reason = f"{ranks} ranks for the data"
-        if plan.micro_batches > 1:
-            reason = f"{ranks * plan.micro_batches} micro-batches"
+        if any(kind.micro_batches > 1 for kind in plan.kinds):
+            reason = f"{plan.most_micro_batches} micro-batches"
         one_rank = "one rank for the data, " if not again or by_samples() else ""
         raise RecordError(
             f"{min(changing)}: is changed by every forward, and a step of this plan has "
@@ -479,12 +479,14 @@ def refuse_changing(
 
 def runs_again(plan: Plan, *, twice: bool) -> bool:
     """Tell whether a rank runs several forwards in a step; `twice`, that losses need another."""
-    return plan.micro_batches > 1 or is_recomputed(plan) or twice
+    several = any(kind.micro_batches > 1 for kind in plan.kinds)
+    return several or is_recomputed(plan) or twice
 
 
 def is_recomputed(plan: Plan) -> bool:
     """Tell whether some layer runs again in backward."""
-    return any(item.recompute != "none" for layer in plan.stages for item in layer.layers)
+    stages = [stage for kind in plan.kinds for stage in kind.stages]
+    return any(item.recompute != "none" for stage in stages for item in stage.layers)
 
 
 def changes_by_samples(

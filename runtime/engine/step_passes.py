@@ -94,6 +94,8 @@ class StepPasses:
         """
         self.totals = Totals(device)
         self._plan = plan
+        self._own_plan = plan.kinds[place.kind]
+        """Plan of this rank's kind of pipelines."""
         self._place = place
         self._parts = tuple(parts)
         self._recorder = recorder
@@ -127,7 +129,7 @@ class StepPasses:
         gradients that pass by would clip others than in one process."""
         self._replicas = self._new_replicas()
         for part in self._parts:
-            part.module.agrees = compares and plan.mesh.pipeline > 1
+            part.module.agrees = compares and place.is_cut
         gradients.failure = self._take_failure
         take_plain_as_whole(True)
         self._numbers: PythonNumbers | None = None
@@ -197,7 +199,7 @@ class StepPasses:
         Raises BatchError where the plan cuts a module or positions, or the loss needs all batches.
         """
         plan, count = self._plan, self._plan.micro_batches_of(self._place.data_rank)
-        divided = plan.mesh.pipeline * plan.mesh.context > 1
+        divided = self._place.is_cut or plan.mesh.context > 1
         if divided or isinstance(self._loss, whole_batch):
             what = "a plan with pipeline or context" if divided else "whole_batch(loss)"
             raise BatchError(
@@ -219,7 +221,7 @@ class StepPasses:
         """Take what the training loop changed in its module, and record anew what is no tensor."""
         if self._recorder is None:
             return
-        for part in self._parts if self._plan.mesh.pipeline > 1 else ():
+        for part in self._parts if self._own_plan.mesh.pipeline > 1 else ():
             with self.refusing_on_all_ranks():
                 part.recorded.follow()
         before = self._recorder.renewals
@@ -262,7 +264,7 @@ class StepPasses:
         gathers = isinstance(self._loss, whole_batch) and several
         self._batches += 1
         due = is_due(self._batches, COMPARED_EVERY)
-        fed_alike = self._plan.mesh.pipeline * self._plan.mesh.tensor > 1
+        fed_alike = self._place.is_cut or self._plan.mesh.tensor > 1
         if not (fed_alike or gathers or (several and due)):
             return
         fed = self._place.data_rank * self._place.context.degree + self._place.context.rank
@@ -310,7 +312,7 @@ class StepPasses:
         try:
             yield
         except MeshwrightError as error:
-            if self._plan.mesh.pipeline == 1:
+            if not self._place.is_cut:
                 raise
             self._parts[0].module.fail(error)
 
@@ -323,7 +325,7 @@ class StepPasses:
 
     def _refuse_failed(self) -> None:
         """Raise what failed in a rank's forwards on all ranks; they call it together."""
-        if self._compares and self._plan.mesh.pipeline > 1:
+        if self._compares and self._place.is_cut:
             refuse_failed(self._take_failure(), self._place)
 
     # --- passes -----------------------------------------------------------------------------
@@ -364,12 +366,13 @@ class StepPasses:
         unit_grad = self._backward_of(torch.ones((), device=self._device))
         recorded = () if self._recorder is None else self._recorder.first.layers
         draws = any(layer.draws for layer in recorded)  # and may drop all layers
-        last = self._plan.rank_of_stage(len(self._plan.stages) - 1) == self._place.stage
+        plan = self._own_plan
+        last = plan.rank_of_stage(len(plan.stages) - 1) == self._place.stage
         self._learns = draws or not last
         if self.graphs is not None:
             self.graphs.begin()
         with running(InnerLosses(self._note_inner, unit_grad, sums)):
-            if self._plan.mesh.pipeline > 1:
+            if self._own_plan.mesh.pipeline > 1:
                 self.pipeline_of(micros).run_all(micros)
             else:
                 self._one_after_another(micros)
@@ -433,9 +436,9 @@ class StepPasses:
         self._refuse_failed()
         if any(micro.local for micro in micros):
             return outputs[0] if len(outputs) == 1 else outputs
-        if self._plan.mesh.pipeline > 1:
+        if self._own_plan.mesh.pipeline > 1:
             group = self._place.axis("pipeline").get_group()
-            last = self._plan.rank_of_stage(len(self._plan.stages) - 1)
+            last = self._own_plan.rank_of_stage(len(self._own_plan.stages) - 1)
             is_last = self._place.stage == last
             leaves = tree_leaves(outputs) if is_last else []
             if any(not isinstance(leaf, Tensor) for leaf in leaves):
@@ -513,7 +516,7 @@ class StepPasses:
                 self._filling = False
 
     def _run_forward(self, micros: Sequence[MicroBatch]) -> None:
-        if self._plan.mesh.pipeline == 1:
+        if self._own_plan.mesh.pipeline == 1:
             for micro in micros:
                 if self._before is not None:
                     self._before.put_back()
@@ -522,8 +525,9 @@ class StepPasses:
         # As many at once as a step has, all of one shape.
         for _, alike in itertools.groupby(micros, lambda micro: key_of(micro.batch)):
             values = list(alike)
-            for at in range(0, len(values), self._plan.micro_batches):
-                some = values[at : at + self._plan.micro_batches]
+            together = self._own_plan.micro_batches
+            for at in range(0, len(values), together):
+                some = values[at : at + together]
                 self.pipeline_of(some).evaluate_all(some)
 
     def _one_after_another(self, micros: Sequence[MicroBatch]) -> None:
@@ -704,7 +708,14 @@ class StepPasses:
         wire = WIRE_TYPES.get(self._plan.gradient_compression)
         dtype = torch.float32 if is_mixed(self._plan) else None
         divided = self._divided > 1
-        return Replicas(replicated, backwards=backwards, divided=divided, dtype=dtype, wire=wire)
+        return Replicas(
+            replicated,
+            backwards=backwards,
+            divided=divided,
+            dtype=dtype,
+            wire=wire,
+            unlike=self._place.kinds is not None,
+        )
 
     def pipeline_of(self, micros: Sequence[MicroBatch]) -> StagePipeline:
         """Return the stages with the boundaries of these micro-batches."""
@@ -715,7 +726,7 @@ class StepPasses:
         )
 
     def _new_pipeline(self, example: Any, *, training: bool) -> StagePipeline:
-        plan = self._plan
+        plan = self._own_plan
         parts = dict(zip(plan.stages_of_rank(self._place.stage), self._parts, strict=True))
         if self._recorder is not None:  # on all ranks, before any sends
             recording = self._recorder.recording(example, training=training)

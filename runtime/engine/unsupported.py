@@ -62,14 +62,15 @@ def _obstacles(plan: Plan, model: ModelGraph) -> Iterator[str]:
     if own_modules:
         # What runs is the user's code; figures of an architecture say nothing about it.
         model = model.model_copy(update={"architecture": None, "source": plan.model.source})
-    found = obstacle(model, plan.job, plan.layout)
-    if found:
-        yield str(found)
-    for index, stage in enumerate(plan.stages):
-        for item in stage.layers:
-            reason = layer_obstacle(plan.layout, item.recompute, item.activations)
-            if reason:
-                yield f"stages[{index}].layers: {item.layer}: {reason}"
+    for path, kind in plan.kinds_by_path.items():
+        found = obstacle(model, kind.job, kind.layout)
+        if found:
+            yield f"{path}{found}"
+        for index, stage in enumerate(kind.stages):
+            for item in stage.layers:
+                reason = layer_obstacle(kind.layout, item.recompute, item.activations)
+                if reason:
+                    yield f"{path}stages[{index}].layers: {item.layer}: {reason}"
     if model.architecture is None and not own_modules:
         yield f"model: {model.name} has no architecture and its source is no file.py:factory"
     if model.edges and not own_modules:

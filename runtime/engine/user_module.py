@@ -41,7 +41,6 @@ from meshwright.runtime.engine.user_stage import (
     adapt,
     check_layers,
     frozen_and_buffers,
-    holders_of,
     modules_of,
     refuse_plan,
     refuse_scripted,
@@ -49,6 +48,8 @@ from meshwright.runtime.engine.user_stage import (
     refuse_sparse,
     refuse_without_products,
     script_stage,
+    tied_groups,
+    unlike_holders,
 )
 from meshwright.runtime.optim.gradients import Slot, copies_of, refuse_changed_copy
 from meshwright.runtime.optim.parameter_watch import refuse_hooks
@@ -67,6 +68,7 @@ from meshwright.runtime.parallel.attention_api import (
 )
 from meshwright.runtime.parallel.context_check import check_parts, check_positions
 from meshwright.runtime.parallel.data_parallel import activation_type, computes_with_copies
+from meshwright.runtime.parallel.holders import Holders
 from meshwright.runtime.parallel.sharded_dropout import DividedDraws, Draw
 from meshwright.runtime.parallel.tensor_styles import Styles, styles_by_name
 from meshwright.runtime.techniques.compile import Compiler
@@ -158,10 +160,23 @@ class OwnModel:
         # Last: a plan that no module goes with needs no ranks.
         self.place = place or place_of(plan, device)
         self.loss = loss
-        self._holders = holders_of(plan, recorder, self.place)
-        if plan.mesh.pipeline > 1:
-            recorder.follow(module)
+        self._make_groups()
         self._groups = parameter_groups(module, optimizer, groups)
+
+    def _make_groups(self) -> None:
+        """Make the groups of ranks that hold the same parameters; all ranks call it together."""
+        alike = self.place.kinds is None
+        self._tied = tied_groups(self.plan, self.recorder, self.place) if alike else {}
+        """Ranks of this rank's pipeline that hold a copy each, where pipelines are alike."""
+        self._holders = {} if alike else unlike_holders(self.plan, self.recorder, self.place)
+        """Ranks that hold a parameter, by its first name, where pipelines differ."""
+        if self.own_plan.mesh.pipeline > 1:
+            self.recorder.follow(self.module)
+
+    @property
+    def own_plan(self) -> Plan:
+        """Plan of this rank's kind of pipelines."""
+        return self.plan.kinds[self.place.kind]
 
     def _refuse_changing(
         self,
@@ -179,9 +194,9 @@ class OwnModel:
         Raises RecordError where a plan would make something else of what forwards change.
         """
         twice = self.sums or isinstance(loss, whole_batch)
-        ranks = plan.mesh.data_shard * plan.mesh.data_replicate
+        ranks = plan.data_degree
         changing: frozenset[str] = frozenset()
-        if plan.mesh.pipeline > 1:
+        if plan.is_cut:
             changing = check_replay(module, recorder, few)
         elif runs_again(plan, twice=twice) or ranks > 1 or computes_with_copies(plan):
             changing = changing_names(module, recorder, few)
@@ -190,8 +205,8 @@ class OwnModel:
             refuse_changed_copy(min(names), "the forward")
         again = runs_again(plan, twice=False)
         buffers = dict(module.named_buffers()).keys()
-        if changing and changing <= buffers and plan.mesh.pipeline == 1:
-            alone = ranks == plan.micro_batches == 1
+        if changing and changing <= buffers and not plan.is_cut:
+            alone = plan.most_micro_batches == 1
             if not is_recomputed(plan) and (
                 alone
                 or not (
@@ -221,6 +236,12 @@ class OwnModel:
                 )
             for path, module_of_experts in experts_modules.items():
                 experts.check(module_of_experts, path, degree)
+        if self.sums and plan.other_pipelines is not None:
+            raise LaunchError(
+                "other_pipelines: differ, and the module asks for sums over the batch "
+                "(meshwright.batch_sum), which ranks of one stage make together; use pipelines "
+                "that are alike"
+            )
         if plan.loss is not None:
             check_chunks(plan.loss, module, recorder, few, loss)
         if not self._sees_less(plan):
@@ -252,7 +273,8 @@ class OwnModel:
 
     def stages(self, compiler: Compiler | None) -> tuple[Staged, ...]:
         """Return this rank's stages, the plan applied."""
-        plan, numbers = self.plan, self.plan.stages_of_rank(self.place.stage)
+        plan = self.own_plan
+        numbers = plan.stages_of_rank(self.place.stage)
         assert self.participation is not None
         if plan.training.lora is not None:  # now that all trials, which are in fp32, have run
             store_frozen(self.module, activation_type(plan.precision))
@@ -269,6 +291,7 @@ class OwnModel:
                 participation=self.participation,
                 loss=self.loss if isinstance(self.loss, token_loss) else None,
                 compiler=compiler,
+                holders=None if self.place.kinds is None else self._holders_of,
                 whole=self._calls_differ,
             )
             for stage, stage_names in zip(
@@ -289,6 +312,10 @@ class OwnModel:
             mark_absent(self.module, here, parts[0].module.fail)
         return parts
 
+    def _holders_of(self, name: str) -> Holders | None:
+        """Return the ranks that hold a parameter of a stage; None of one that nothing reads."""
+        return self._holders.get(self.aliases.get(name, name))
+
     def around(self, plan: Plan) -> Around | None:
         """Return what each call of a stage's nodes is made in, by the batch of its micro-batch."""
         return self._seeing if self._sees_less(plan) or plan.loss is not None else None
@@ -299,8 +326,6 @@ class OwnModel:
 
     def slots(self, parts: Sequence[Staged]) -> tuple[Slot, ...]:
         """Return what this rank trains; of a parameter that several stages read, each its copy."""
-        degrees = self.place.degrees
-        world = 1 if self.place.mesh is None else degrees.devices // degrees.pipeline
         slots: dict[str, Slot] = {}
         for part in parts:
             for path, parameter in part.module.named_parameters():
@@ -311,19 +336,23 @@ class OwnModel:
                 if name in slots:
                     first = slots[name]
                     if parameter is not first.parameter:
-                        copies = (*first.copies_here, (parameter, local.detach()))
-                        slots[name] = replace(first, copies_here=copies)
+                        here = (*first.copies_here, (parameter, local.detach()))
+                        slots[name] = replace(first, copies_here=here)
                     continue
-                tied = self._holders.get(name)
+                tied, by = self._tied.get(name), self._holders.get(name)
+                copies = copies_of(parameter, self.place.copies) * (tied.size() if tied else 1)
+                if by is not None and by.tied:
+                    tied, copies = by.group, copies_of(parameter, by.ranks)
                 slots[name] = Slot(
                     name=name,
                     parameter=parameter,
                     local=local.detach(),
-                    copies=copies_of(parameter, world) * (tied.size() if tied else 1),
+                    copies=copies,
                     partial=name in part.summed,
                     pieces=1,
                     sections=part.sections.get(name, ()),
                     tied=tied,
+                    reduced=by is not None,
                     factor=part.factors.get(path, 1.0),
                 )
         return tuple(slots.values())

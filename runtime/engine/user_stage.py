@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from meshwright.runtime.engine.unsupported import foreign
 from meshwright.runtime.models.family_adapter import parameter_names
 from meshwright.runtime.parallel import expert_parallel as experts
 from meshwright.runtime.parallel.data_parallel import activation_type, computes_with_copies, wraps
+from meshwright.runtime.parallel.holders import Holders, holders_of
 from meshwright.runtime.parallel.tensor_styles import ScriptStyles
 from meshwright.runtime.techniques import lora
 from meshwright.runtime.techniques.compile import Compiler
@@ -45,7 +46,7 @@ from meshwright.runtime.tracing.unused_parameters import Participation
 
 def check_layers(plan: Plan, recorder: Recorder) -> None:
     """Refuse a plan that places other layers than the module has."""
-    planned = [item.layer for stage in plan.stages for item in stage.layers]
+    planned = [item.layer for stage in plan.stages for item in stage.layers]  # of every kind
     names = [layer.name for layer in recorder.first.layers]
     if planned != names:
         at = next((i for i, (a, b) in enumerate(zip(planned, names)) if a != b), len(planned))  # noqa: B905
@@ -81,9 +82,10 @@ def _refusals(plan: Plan, module: nn.Module, loss: object, *, by_plan: bool) -> 
             "meshwright.attention(..., starts=...), or by masks, and leave it out"
         )
     # What is by the plan was asked for by `unsupported_reason`.
-    obstacle = None if by_plan else script_obstacle(planned_model(plan), plan.job, plan.layout)
-    if obstacle is not None:
-        yield str(obstacle)
+    for path, kind in {} if by_plan else plan.kinds_by_path.items():
+        obstacle = script_obstacle(planned_model(plan), kind.job, kind.layout)
+        if obstacle is not None:
+            yield f"{path}{obstacle}"
     for name, field in () if by_plan else Training.model_fields.items():
         value = getattr(plan.training, name)
         if name not in ("seed", "lora") and value != field.default:
@@ -92,7 +94,8 @@ def _refusals(plan: Plan, module: nn.Module, loss: object, *, by_plan: bool) -> 
                 "Engine(optimizer=..., clip_norm=...) or by a scheduler of torch"
             )
     for text in _unequal(plan, module, loss):
-        yield f"shares: are unequal, {not_by_engine}; {text}"
+        what = "other_pipelines: differ" if plan.shares is None else "shares: are unequal"
+        yield f"{what}, {not_by_engine}; {text}"
 
 
 def planned_model(plan: Plan) -> ModelGraph:
@@ -106,17 +109,17 @@ def planned_model(plan: Plan) -> ModelGraph:
 
 
 def _unequal(plan: Plan, module: nn.Module, loss: object) -> Iterator[str]:
-    """Yield what gathers as much from each rank, where ranks take unequal shares."""
-    if plan.shares is not None:
+    """Yield what gathers as much from each rank, where ranks take unequal shares or differ."""
+    if plan.shares is not None or plan.other_pipelines is not None:
         norms = (nn.modules.batchnorm._BatchNorm, nn.SyncBatchNorm)
         name = next((name for name, part in module.named_modules() if isinstance(part, norms)), "")
         if name:
             yield (
                 f"{name} is a BatchNorm, whose statistics are those of all ranks' micro-batches: "
-                "use equal shares, or another norm"
+                "use equal shares or pipelines, or another norm"
             )
         if isinstance(loss, whole_batch):
-            yield "a loss over the whole batch gathers as much from each rank: use equal shares"
+            yield "a loss over the whole batch gathers as much from each rank: use equal ones"
 
 
 def refuse_without_products(plan: Plan, module: nn.Module, recorder: Recorder) -> None:
@@ -171,7 +174,19 @@ def _refuse_untrained(module: nn.Module, recorder: Recorder, name: str, schedule
     )
 
 
-def holders_of(plan: Plan, recorder: Recorder, place: Place) -> dict[str, dist.ProcessGroup]:
+def unlike_holders(plan: Plan, recorder: Recorder, place: Place) -> dict[str, Holders]:
+    """Return the ranks of all kinds of pipelines that hold a parameter, by its first name.
+
+    All ranks call it together, where pipelines differ.  What nothing reads has none.
+    """
+    readers: dict[str, list[str]] = {}
+    for layer in recorder.first.layers:
+        for name in layer.parameters:
+            readers.setdefault(recorder.aliases[name], []).append(layer.name)
+    return holders_of(plan, place, readers)
+
+
+def tied_groups(plan: Plan, recorder: Recorder, place: Place) -> dict[str, dist.ProcessGroup]:
     """Return the ranks that hold a copy each of a parameter that several stages read, by name.
 
     All ranks call it together; the groups of a rank are those of its pipeline.
@@ -325,11 +340,13 @@ def script_stage(
     participation: Participation,
     loss: token_loss | None,
     compiler: Compiler | None = None,
+    holders: Callable[[str], Holders | None] | None = None,
     whole: bool = False,
 ) -> Staged:
     """Build one of this rank's stages of a module, on the CPU or the device, and apply the plan.
 
-    `whole` says that ranks may call units in other numbers.
+    `plan` is that of its kind of pipelines; where these differ, `holders` are those of a parameter,
+    by its name.  `whole` says that ranks may call units in other numbers.
     """
     unused: Sequence[nn.Parameter] = ()
     if plan.mesh.pipeline == 1:
@@ -370,6 +387,7 @@ def script_stage(
             ),
             unused=unused,
             compiler=compiler,
+            holders=holders,
             wrapped=wrapped,
         )
     )

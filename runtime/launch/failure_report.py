@@ -215,7 +215,7 @@ def _out_of_memory(
     text = f"; held: {sizes}" if sizes else ""
     text += f"; needed {bytes_text(total)} at least" if total else ""
     if memory.prediction is not None and not on_host:
-        stage = memory.prediction.stages[_stage_of(ready, ended.rank)]
+        stage = memory.prediction.stages[ready.plan.first_stage(ended.rank)]
         parts = stage.memory_parts.items()
         listed = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in parts if size)
         text += f"; predicted: {listed}, {bytes_text(stage.peak_memory_bytes)} in all"
@@ -256,10 +256,6 @@ def _wrong_numbers(
         ),
         output=ready.output,
     )
-
-
-def _stage_of(ready: RunContext, rank: int) -> int:
-    return ready.plan.stages_of_rank(ready.plan.mesh.coordinate(rank, "pipeline"))[0]
 
 
 def bad_end(

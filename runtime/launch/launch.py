@@ -212,7 +212,8 @@ def _warn(ready: Preflight, asked: Launch, say: Terminal) -> None:
     for warning in (*ready.warnings, *([asked.caution] if asked.caution else [])):
         say.print(f"warning: {warning}")
     elastic = asked.elastic and not asked.dry_run
-    if elastic and ready.plan.mesh.data_replicate == 1 and ready.ranks.world > 1:
+    alone = ready.plan.mesh.data_replicate == 1 and ready.plan.other_pipelines is None
+    if elastic and alone and ready.ranks.world > 1:
         say.print(
             "warning: flipped bits in parameters will not be detected, since no two ranks hold the "
             "same ones; a plan with data_replicate of 2 or more compares them"

@@ -402,7 +402,7 @@ class Loop:
             metrics.close()
         return RankRecord(
             rank=self.rank,
-            stage=self.engine.stage,
+            stage=self.plan.pipeline_rank(self.rank),
             first_step=first,
             step_s=tuple(step_s),
             untimed_steps=(watched,) if peak.slows else (),
@@ -482,7 +482,9 @@ class Loop:
     def _metrics(self, first: int) -> Metrics:
         """Return what is written from step `first` on, and for which loggers."""
         orders, output = self.orders, self.orders.output
-        config = self.plan.model_dump(mode="json", exclude={"stages"}, exclude_none=True)
+        config = self.plan.model_dump(
+            mode="json", exclude={"stages", "other_pipelines"}, exclude_none=True
+        )
         loggers: list[Logger] = []
         if orders.tensorboard:
             loggers.append(TensorBoard(run.tensorboard_folder(output), first=first))

@@ -51,6 +51,8 @@ class Slot:
     sections: tuple[int, ...] = ()
     """Sizes of the matrices that lie one behind the other in dim 0, of each of which this rank has
     its part along the tensor axis; DTensor has no placement for that."""
+    reduced: bool = False
+    """The sum over `tied` stages is part of that over replicas (runtime/parallel/replicas.py)."""
     copies_here: tuple[tuple[nn.Parameter, Tensor], ...] = ()
     """Copies of a tied parameter on other stages of this rank, divided alike: parameter and local
     part.  Their gradients are added to this one's, and they take its values."""
@@ -179,7 +181,7 @@ class Gradients:
         that is alone has nobody to agree with.
         """
         place = self.place
-        if place.degrees.devices == 1:
+        if place.ranks == 1:
             return
         declared = [
             Declared(slot.name, ranks, description(slot.parameter))
@@ -238,7 +240,8 @@ class Gradients:
             )
         for _, slots in sorted(self._tied.items()):
             for slot in slots:
-                self._sum_tied(slot, grads[slot])
+                if not slot.reduced:
+                    self._sum_tied(slot, grads[slot])
         return grads
 
     @torch.no_grad()

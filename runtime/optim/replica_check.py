@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from meshwright.planner.documents.plan import Axis
 from meshwright.planner.errors import LaunchError
 from meshwright.runtime.core.local_parts import to_local
 from meshwright.runtime.core.mesh import Place
@@ -94,12 +95,12 @@ class Agreement:
         self._state = state
         self._place = place
         self._factors: dict[str, float] = {}
-        self._stages: dict[str, list[int]] = {}
-        """The places along the pipeline that hold a tensor, where several do."""
+        self._homes: dict[str, str] = {}
+        """The places along pipelines that hold a tensor, where several do, in words."""
         if not self._has_peers:
             return
         tensors = dict(state())
-        self._stages = self._shared_stages(tensors, tied)
+        self._homes = self._shared_homes(tensors, tied)
         held: dict[str, list[tuple[str, str]]] = {}
         for name, tensor in tensors.items():
             held.setdefault(self._key(name, tensor), []).append((name, description(tensor)))
@@ -177,33 +178,56 @@ class Agreement:
             "message or memory was damaged: resume from the last checkpoint"
         )
 
-    def _shared_stages(
-        self, tensors: Mapping[str, Tensor], tied: Collection[str]
-    ) -> dict[str, list[int]]:
-        """Return where tensors are that several stages hold; refuse what they would train apart."""
+    def _shared_homes(self, tensors: Mapping[str, Tensor], tied: Collection[str]) -> dict[str, str]:
+        """Return where tensors are that several stages hold; refuse what they would train apart.
+
+        Pipelines of another kind have other stages, which hold what these do.
+        """
         place = self._place
-        if place.degrees.pipeline == 1:
+        if not place.is_cut:
             return {}
-        leads = place.data_rank == place.along("tensor") == place.along("context") == 0
+        inside: tuple[Axis, ...] = ("data_replicate", "data_shard", "context", "tensor")
+        leads = all(place.along(axis) == 0 for axis in inside)
         flags = [[name, t.requires_grad and name not in tied] for name, t in tensors.items()]
-        groups: dict[str, list[int]] = {}
+        stages_by_kind: dict[str, dict[int, list[int]]] = {}
         apart: set[str] = set()
-        for stage, names in all_gather_json([place.stage, flags if leads else []]):
+        for kind, stage, names in all_gather_json(
+            [place.kind, place.stage, flags if leads else []]
+        ):
             for name, alone in names:
-                groups.setdefault(name, []).append(stage)
+                stages_by_kind.setdefault(name, {}).setdefault(kind, []).append(stage)
                 apart |= {name} if alone else set()
-        several = {name: sorted(stages) for name, stages in groups.items() if len(stages) > 1}
-        for name in sorted(apart & several.keys()):
-            raise LaunchError(
-                f"{name}: is on the ranks of stages {_list_text(several[name])}, and each would "
-                "train a copy; a parameter has one owner, or is tied"
-            )
-        return several
+        for name in sorted(apart):
+            for stages in stages_by_kind[name].values():
+                if len(stages) > 1:
+                    raise LaunchError(
+                        f"{name}: is on the ranks of stages {_list_text(sorted(stages))}, and each "
+                        "would train a copy; a parameter has one owner, or is tied"
+                    )
+        return {
+            name: _homes_text({kind: sorted(stages) for kind, stages in of_name.items()})
+            for name, of_name in stages_by_kind.items()
+            if len(of_name) > 1 or any(len(stages) > 1 for stages in of_name.values())
+        }
 
     def _key(self, name: str, tensor: Tensor) -> str:
         """Return what the ranks have in common that hold the same part of a tensor."""
-        stages = self._stages.get(name, [self._place.stage])
-        return f"stage {_list_text(stages)}, {_part(tensor)}"
+        homes = self._homes.get(name)
+        return f"{homes or _homes_text({0: [self._place.stage]})}, {_part(tensor)}"
+
+
+def _homes_text(stages_by_kind: Mapping[int, Sequence[int]]) -> str:
+    """Return the stages that hold a tensor in words, of each kind of pipelines.
+
+    >>> _homes_text({0: [1]}), _homes_text({0: [0, 3], 1: [0]})
+    ('stage 1', 'pipelines 0 stage 0 and 3, pipelines 1 stage 0')
+    """
+    if len(stages_by_kind) == 1:
+        return f"stage {_list_text(*stages_by_kind.values())}"
+    return ", ".join(
+        f"pipelines {kind} stage {_list_text(stages)}"
+        for kind, stages in sorted(stages_by_kind.items())
+    )
 
 
 def description(tensor: Tensor) -> str:

@@ -347,7 +347,7 @@ class TorchOptimizers(Gradients):
                 dims = {min(slot.parameter.ndim, len(PROBE_SHAPE)) for slot in held} - {0}
                 elementwise = is_elementwise(group.factory, group.settings, sorted(dims))
             gathered = elementwise is False
-            apart = divided or place.degrees.pipeline > 1
+            apart = divided or place.is_cut
             if apart and group.elementwise is None and couples_parameters(group):
                 raise OptimizerError(
                     f"optimizer {name_of(group.factory)} looks at all parameters for the update of "

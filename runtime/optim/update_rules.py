@@ -30,6 +30,7 @@ from meshwright.runtime.models.family_adapter import Adapter
 from meshwright.runtime.optim.gradients import Slot, copies_of
 from meshwright.runtime.optim.offloaded_state import host_like
 from meshwright.runtime.optim.sharded_optimizer import Factory, ParameterGroup
+from meshwright.runtime.parallel.holders import Holders
 
 
 def slots_of(
@@ -38,29 +39,34 @@ def slots_of(
     place: Place,
     *,
     ends: dist.ProcessGroup | None = None,
+    holders: Callable[[str], Holders | None] | None = None,
     summed: Collection[str] = frozenset(),
     factors: Mapping[str, float] = MappingProxyType({}),
 ) -> Iterator[Slot]:
     """Yield what is trained of a stage, by published name.
 
-    `ends` are the first and last stage, which hold a copy each of a tied weight; `summed` and
-    `factors` are by parameter: see meshwright.runtime.engine.apply_plan.Staged.
+    `ends` are the first and last stage, which hold a copy each of a tied weight; where pipelines
+    differ, `holders` returns all ranks that hold a parameter.  `summed` and `factors` are by
+    parameter: see meshwright.runtime.engine.apply_plan.Staged.
     """
-    world = 1 if place.mesh is None else place.degrees.devices // place.degrees.pipeline
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad:
             continue
         local = to_local(parameter)
         tied = ends if name in adapter.tied_names else None
-        copies = copies_of(parameter, world)
+        copies = copies_of(parameter, place.copies) * (1 if tied is None else tied.size())
+        by = None if holders is None else holders(name)
+        if by is not None and by.tied:
+            tied, copies = by.group, copies_of(parameter, by.ranks)
         slot = Slot(
             name=adapter.published_name(name),
             parameter=parameter,
             local=local.detach(),
-            copies=copies if tied is None else 2 * copies,
+            copies=copies,
             partial=name in summed,
             pieces=adapter.pieces(name),
             tied=tied,
+            reduced=by is not None,
             factor=factors.get(name, 1.0),
         )
         _refuse_gaps(slot)

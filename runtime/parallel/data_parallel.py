@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, assert_never
 
 import torch
@@ -33,6 +33,7 @@ from meshwright.runtime.core.torch_internals import (
 )
 from meshwright.runtime.parallel import expert_parallel as experts
 from meshwright.runtime.parallel.gradient_compression import narrow
+from meshwright.runtime.parallel.holders import Holders
 
 _HALVES = {
     "bf16": torch.bfloat16,
@@ -49,9 +50,19 @@ def activation_type(precision: Precision) -> torch.dtype:
 
 
 def replicated(
-    chain: nn.Module, plan: Plan, place: Place
+    chain: nn.Module,
+    plan: Plan,
+    place: Place,
+    holders: Callable[[str], Holders | None] | None = None,
 ) -> Iterator[tuple[nn.Parameter, dist.ProcessGroup]]:
-    """Yield the parameters that other ranks hold too, each with the group of those ranks."""
+    """Yield the parameters that other ranks hold too, each with the group of those ranks.
+
+    Where pipelines differ, `holders` returns the ranks that hold a parameter, by its name in the
+    module; None of one that nothing reads.
+    """
+    if holders is not None:
+        yield from _held_by_unlike(chain, holders)
+        return
     spread = {
         parameter
         for module in (experts.modules_of(chain).values() if plan.mesh.expert > 1 else ())
@@ -62,6 +73,23 @@ def replicated(
         group = place.expert_data.mesh.get_group() if parameter in spread else whole
         if parameter.requires_grad and group.size() > 1:
             yield parameter, group
+
+
+def _held_by_unlike(
+    chain: nn.Module, holders: Callable[[str], Holders | None]
+) -> Iterator[tuple[nn.Parameter, dist.ProcessGroup]]:
+    """Yield the same where pipelines differ, what is tied first.
+
+    Gradients are sent in one order on all ranks, from the last layer to the first; copies of what
+    is tied stand on first and last stages, and are sent behind all others on both.
+    """
+    held = [
+        (parameter, by)
+        for name, parameter in chain.named_parameters()
+        if parameter.requires_grad and (by := holders(name)) is not None
+    ]
+    for parameter, by in sorted(held, key=lambda pair: not pair[1].tied):
+        yield parameter, by.group
 
 
 def over_data(

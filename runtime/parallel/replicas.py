@@ -119,6 +119,7 @@ class Replicas:
         divided: bool = False,
         dtype: torch.dtype | None = None,
         wire: torch.dtype | None = None,
+        unlike: bool = False,
     ) -> None:
         """`divided` says that gradients come divided by the number of ranks: the mean is their sum.
 
@@ -128,6 +129,9 @@ class Replicas:
 
         A step adds to each gradient in `backwards` passes. None says that autograd does not tell
         when a gradient is complete, since some are made apart: all are sent by `finish`.
+
+        Ranks of a group that are `unlike` have other parameters of other groups beside those that
+        they share.
         """
         self._backwards = backwards
         self._wire = wire
@@ -135,7 +139,7 @@ class Replicas:
         all_parameters = list(parameters)
         self._stages = Counter(parameter for parameter, _ in all_parameters)
         """Number of stages of this rank that read each parameter, in backwards of their own."""
-        self._buckets = _buckets(all_parameters, dtype)
+        self._buckets = _buckets(all_parameters, dtype, unlike=unlike)
         self._sent = 0
         self.stays = False
         """Gradients lie in the same buckets in every step, and `finish` sends them all: passes are
@@ -232,18 +236,28 @@ class Replicas:
 
 
 def _buckets(
-    parameters: Iterable[tuple[nn.Parameter, dist.ProcessGroup]], dtype: torch.dtype | None
+    parameters: Iterable[tuple[nn.Parameter, dist.ProcessGroup]],
+    dtype: torch.dtype | None,
+    *,
+    unlike: bool,
 ) -> list[_Bucket]:
-    """Return buckets in the order of backward; what is shared counts where forward has it first."""
+    """Return buckets in the order of backward; what is shared counts where forward has it first.
+
+    All ranks of a group make the same: their size follows from what they have in common, which is
+    the group's alone where ranks are unlike.
+    """
     every: list[_Bucket] = []
     open_: dict[tuple[dist.ProcessGroup, torch.dtype], _Bucket] = {}
     # A parameter that is used twice is complete when backward comes to its first use.
     ordered = list(reversed(dict.fromkeys(parameters)))
-    whole_bytes = sum(to_local(parameter).nbytes for parameter, _ in ordered)
-    enough_bytes = gradient_bucket_bytes(whole_bytes)
+    group_bytes: Counter[dist.ProcessGroup] = Counter()
+    for parameter, group in ordered:
+        group_bytes[group] += to_local(parameter).nbytes
+    whole_bytes = group_bytes.total()
     for parameter, group in ordered:
         kind = group, dtype or parameter.dtype
         bucket = open_.get(kind)
+        enough_bytes = gradient_bucket_bytes(group_bytes[group] if unlike else whole_bytes)
         if bucket is None or bucket.size_bytes >= enough_bytes:
             bucket = open_[kind] = _Bucket([], *kind)
             every.append(bucket)

@@ -65,9 +65,8 @@ class Replays:
     """A rank's record of the steps since the newest copy of its state."""
 
     def __init__(self, plan: Plan, device: Device) -> None:
-        mesh = plan.mesh
         self._tolerance = 0.0 if device == "cpu" else NEARLY
-        self._names = mesh.pipeline == mesh.tensor == mesh.context == 1
+        self._names = not plan.is_cut and plan.mesh.tensor == plan.mesh.context == 1
         """True if a rank's own loss and gradient come from its own work alone."""
         self._steps: dict[int, StepValues] = {}
         self._norms: deque[float] = deque(maxlen=RECENT)

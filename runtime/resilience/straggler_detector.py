@@ -95,7 +95,7 @@ class DriftWatch:
 
     def __init__(self, plan: Plan, ranks: Iterable[int], prediction: Prediction | None) -> None:
         self._plan, self._ranks, self._prediction = plan, tuple(ranks), prediction
-        self._stage = {rank: plan.mesh.coordinate(rank, "pipeline") for rank in self._ranks}
+        self._stage = {rank: plan.pipeline_rank(rank) for rank in self._ranks}
         self._step_s: list[float] = []
         self._left_out = WARM_UP_STEPS
         self._level = 1.0
@@ -337,7 +337,7 @@ def _is_wait(cause: str) -> bool:
 
 def _rank_name(plan: Plan, rank: int) -> str:
     """Return what a rank is called, with its stage where there are several."""
-    stage = f" (stage {plan.mesh.coordinate(rank, 'pipeline')})" if plan.mesh.pipeline > 1 else ""
+    stage = f" (stage {plan.pipeline_rank(rank)})" if plan.is_cut else ""
     return f"rank {rank}{stage}"
 
 

@@ -228,7 +228,7 @@ def summarise(
         not_compiled={name: why for rank in ranks for name, why in rank.not_compiled.items()},
         captured=min(rank.captured for rank in ranks),
         not_captured=next(filter(None, (rank.not_captured for rank in ranks)), None),
-        stages=tuple(_stage(plan.rank_of_stage(index), ranks) for index in range(len(plan.stages))),
+        stages=tuple(_stage(pipeline_rank, ranks) for pipeline_rank in plan.pipeline_ranks),
         wall_s=wall_s,
         output=str(orders.output),
         metrics=files[0],

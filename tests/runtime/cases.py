@@ -13,6 +13,7 @@ from meshwright.planner.architectures.parameters import graph_of
 from meshwright.planner.documents.model import Architecture, Experts, ModelGraph
 from meshwright.planner.documents.plan import (
     Mesh,
+    OtherPipelines,
     PlacedLayer,
     Plan,
     PlannedGroup,
@@ -180,6 +181,28 @@ def shared(plan: Plan, shares: Sequence[int]) -> Plan:
                 Share(group=name, micro_batches=count)
                 for name, count in zip(names, shares, strict=True)
             ),
+        }
+    )
+
+
+def unlike(plan: Plan, *kinds: tuple[int, int, Sequence[int]], recompute: str = "none") -> Plan:
+    """Return the plan with pipelines of these kinds beside its own: their number, micro-batches of
+    each and numbers of layers of their stages."""
+    names = [item.layer for stage in plan.stages for item in stage.layers]
+    placed = [PlacedLayer(layer=name, recompute=recompute) for name in names]
+    others = []
+    for data, micro_batches, cuts in kinds:
+        ends = list(itertools.accumulate(cuts))
+        parts = [placed[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+        stages = tuple(Stage(layers=tuple(part)) for part in parts)
+        others.append(OtherPipelines(data=data, micro_batches=micro_batches, stages=stages))
+    beside = sum(kind.data * kind.micro_batches for kind in others)
+    first = plan.mesh.data_replicate * plan.micro_batches
+    return Plan(
+        **{
+            **dict(plan),
+            "global_batch": plan.micro_batch * (first + beside),
+            "other_pipelines": tuple(others),
         }
     )
 

@@ -187,16 +187,17 @@ class Found:
 
 def launched(row: Row, output: Path, **options: Any) -> Found:
     """Launch a row's plan as the command does, and read its metrics."""
-    plan = output / "plan.yaml"
+    return launched_plan(row.document(), output, weights=row.folder, **options)
+
+
+def launched_plan(plan: Plan, output: Path, *, weights: Path, **options: Any) -> Found:
+    """Launch a plan as the command does, and read its metrics."""
+    file = output / "plan.yaml"
     output.mkdir(parents=True)
-    write(row.document(), plan)
+    write(plan, file)
+    asked = {"data": TEXT, "weights": weights, "steps": STEPS, **options}
     launching.launch(
-        Launch(
-            plan,
-            LaunchRun(data=TEXT, weights=row.folder, steps=STEPS, output=output / "run", **options),
-            device="cpu",
-            quiet=True,
-        )
+        Launch(file, LaunchRun(output=output / "run", **asked), device="cpu", quiet=True)
     )
     return Found.of(list(run.read_records(run.metrics_file(output / "run"))))
 

@@ -89,7 +89,7 @@ def check_loss(
     its own that are trained, or remembers its calls; RecordError where the module's samples depend
     on each other.
     """
-    parts = plan.mesh.data_shard * plan.mesh.data_replicate * plan.micro_batches
+    parts = plan.most_micro_batches
     cut = parts > 1 and not isinstance(loss, whole_batch)
     with restore_side_effects(module, recorder.inputs, loss), torch.enable_grad():
         torch.manual_seed(0)
@@ -232,7 +232,7 @@ class _LossTrial:
     def _refuse_second_graph(self) -> None:
         """Refuse a loss that goes through the module's graph, where ranks divide what is in it."""
         plan = self._plan
-        if plan.zero or plan.mesh.pipeline > 1 or plan.offload != "none":
+        if plan.zero or plan.is_cut or plan.offload != "none":
             raise BatchError(
                 "loss: it differentiates what the module made, while this plan has parameters or "
                 "layers elsewhere; call torch.autograd.grad in forward and return the gradient, or "
@@ -510,8 +510,7 @@ class _LossTrial:
     def _call_loss(self, outputs: Any, batch: Any) -> Any:
         """Call the loss."""
         try:
-            is_cut = self._plan.mesh.pipeline > 1
-            with _LoneCollectives() if is_cut else contextlib.nullcontext():
+            with _LoneCollectives() if self._plan.is_cut else contextlib.nullcontext():
                 return self._loss(outputs, own_tensors(batch))
         except MeshwrightError:
             raise
