@@ -67,7 +67,7 @@ from meshwright.planner.solver.graphs.ideals import ideals
 
 if TYPE_CHECKING:
     from meshwright.planner.documents.model import ModelGraph
-    from meshwright.planner.documents.plan import Layout
+    from meshwright.planner.documents.plan import Layout, Plan
     from meshwright.planner.search.goals import SimulatedStepGoal
     from meshwright.planner.search.plan_candidate import Ranked
     from meshwright.planner.solver.graph_instance import GraphInstance, GraphSolution
@@ -244,7 +244,8 @@ def simulated_spaces(
 def look_near(every: Sequence[Any], goal: SimulatedStepGoal, plans: Sequence[Ranked]) -> None:
     """Simulate what is like the best plan along a pipeline: other schedules and micro-batches.
 
-    It is one of some `plans`, and near the best of all.
+    It is one of some `plans`, and near the best of all; one of a part of the cluster, or of more
+    than a part, has other numbers of devices and is no neighbour.
 
     Layouts are judged by the least seconds of cuts, which are cheap; the least of them are solved,
     first those with the fewest stages a rank, then the fastest's schedule with others: what many
@@ -253,28 +254,16 @@ def look_near(every: Sequence[Any], goal: SimulatedStepGoal, plans: Sequence[Ran
     """
     most_s = goal.step_s * (1 + NEAR)
     along = [
-        plan
+        (plan, space)
         for plan in (goal.best, *plans)
-        if plan.plan.layout.pipeline > 1
-        and plan.plan.other_pipelines is None
-        and plan.prediction.step_time_s <= most_s
+        if plan.plan.layout.pipeline > 1 and plan.prediction.step_time_s <= most_s
+        for space in every
+        if isinstance(space, SimulatedMixed) and _is_of(space, plan.plan)
     ]
     if not along:
         return
-    best = min(along, key=lambda plan: plan.prediction.step_time_s)
+    best, space = min(along, key=lambda of_space: of_space[0].prediction.step_time_s)
     layout, effort = best.plan.layout, goal.effort
-    groups = {stage.group for stage in best.plan.stages}
-    space = next(
-        (
-            candidate
-            for candidate in every
-            if isinstance(candidate, SimulatedMixed)
-            and {group.name for group in candidate.cluster.groups} == groups
-        ),
-        None,
-    )
-    if space is None:
-        return
     limit_s = best.prediction.step_time_s * (1 + NEAR)
     every_alike = list(_alike(space, layout))
     fewest: dict[tuple[str, int], Layout] = {}
@@ -300,6 +289,17 @@ def look_near(every: Sequence[Any], goal: SimulatedStepGoal, plans: Sequence[Ran
             and candidate.virtual_stages != chosen.virtual_stages
         }
     space.solved_s(best.plan.layout)
+
+
+def _is_of(space: SimulatedMixed, plan: Plan) -> bool:
+    """Tell whether a plan is on the cluster of a space, uses all of its groups, and its pipelines
+    are alike."""
+    groups = {stage.group for stage in plan.stages}
+    return (
+        plan.other_pipelines is None
+        and plan.groups == space.closed_form.planned_groups
+        and {group.name for group in space.cluster.groups} == groups
+    )
 
 
 def _alike(space: SimulatedMixed, layout: Layout) -> Iterator[Layout]:

@@ -41,8 +41,8 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, lru_cache, partial
-from typing import TYPE_CHECKING, NamedTuple
+from functools import cached_property, lru_cache, partial, reduce
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -268,7 +268,7 @@ class UnlikeSpace(GroupSpace):
                 return reason
         return None
 
-    def bundles(self, _: Counter[str]) -> Iterator[tuple[float, DepthBatch]]:
+    def bundles(self, _: Counter[str]) -> Iterator[tuple[float, Any]]:
         """Yield every layout that keeps what the user fixed, those of any depths together."""
         batches = list(self._batches())
         self.candidates.know_passes([batch.base for batch in batches])
@@ -337,7 +337,7 @@ class UnlikeSpace(GroupSpace):
         return (
             all(each in (None, 1) for each in (pins.context, pins.expert, pins.virtual_stages))
             and pins.zero in (None, 0)
-            and pins.pipeline is pins.data is pins.data_shard is pins.order is None
+            and {pins.pipeline, pins.data, pins.data_shard, pins.order} == {None}
             and pins.offload in (None, "none")
             and pins.gradient_compression in (None, "full")
             and pins.graphs in (None, "none")
@@ -425,9 +425,8 @@ class UnlikeSpace(GroupSpace):
             return np.full(most, math.inf)
         passes = self._passes(base, at)
         every = self._paces(base, at, depth, most)
-        seconds: Floats = np.maximum.reduce(
-            [steady * stages.slowest_s + fill * stages.whole_s for steady, fill in every]
-        )
+        steps_s = (steady * stages.slowest_s + fill * stages.whole_s for steady, fill in every)
+        seconds = np.array(reduce(np.maximum, steps_s))
         return (1 - ROUNDING) * (seconds - self._credit_s(base, at, depth)) + passes.step_s
 
     def _credit_s(self, base: Layout, at: int, depth: int) -> float:
@@ -508,6 +507,7 @@ class UnlikeSpace(GroupSpace):
             ]
         times_s, credits_s = self.candidates.passes_s(layout)
         for at, space in enumerate(self._known_kinds[key]):
+            assert isinstance(space.candidates, GroupCandidates)
             space.candidates.keep_passes(layout, times_s[at : at + 1], credits_s[at : at + 1])
         return self._known_kinds[key]
 
