@@ -365,6 +365,12 @@ def check_request(request: Request, solver: str) -> None:
             f"{asked}: {model.name} gets one stage a rank; several share a long run of like "
             f"layers, which it does not have. Leave it out, or ask for one of {single}",
         )
+    if request.pins.pipelines == "unlike" and not cluster.is_mixed:
+        raise DocumentError(
+            "fix",
+            "pipelines=unlike: pipelines differ from one group of devices to another, and those of "
+            f"{request.cluster_name} are all alike; leave it out",
+        )
     if base_of(name) == "native":
         return
     a = model.architecture
@@ -399,6 +405,8 @@ def spaces_of(
     from one group of devices to another.
     """
     by_program = solver == "ilp"
+    if request.pins.pipelines == "unlike" and not request.cluster.is_mixed:
+        return
     if request.cluster.is_mixed:
         yield from _of_groups(
             request, fewest_groups, by_program=by_program, likely=likely, unlike=unlike
@@ -437,6 +445,10 @@ def _of_groups(
     for count in range(len(cluster.groups), fewest - 1, -1):
         for groups in itertools.combinations(cluster.groups, count):
             candidates = GroupCandidates(request.on_groups(groups), cluster)
+            if request.pins.pipelines == "unlike":
+                if unlike and candidates.cluster.is_mixed:
+                    yield UnlikeSpace(candidates)
+                continue
             # A requirement speaks of the stages of a pipeline.
             if candidates.cluster.is_mixed and not request.pins.require:
                 yield ShareSpace(candidates)

@@ -335,7 +335,8 @@ class UnlikeSpace(GroupSpace):
         """Return whether pins leave pipelines that differ."""
         pins = self.pins
         return (
-            all(each in (None, 1) for each in (pins.context, pins.expert, pins.virtual_stages))
+            pins.pipelines != "alike"
+            and all(each in (None, 1) for each in (pins.context, pins.expert, pins.virtual_stages))
             and pins.zero in (None, 0)
             and {pins.pipeline, pins.data, pins.data_shard, pins.order} == {None}
             and pins.offload in (None, "none")
@@ -627,11 +628,9 @@ class UnlikeSpace(GroupSpace):
         shares: Sequence[tuple[Pipelines, ...]],
         step_s: float,
     ) -> Plan:
-        """Return the plan of stages and shares, both by group; pipelines that are alike are one
-        kind."""
-        first, *others = [
-            (at, pipelines) for at, of_group in enumerate(shares) for pipelines in of_group
-        ]
+        """Return the plan of stages and shares, both by group; the deepest pipelines come first."""
+        every = [(at, pipelines) for at, of_group in enumerate(shares) for pipelines in of_group]
+        first, *others = sorted(every, key=lambda kind: -layout.depths[kind[0]])
         at, pipelines = first
         mesh = replace(
             layout.of_group(at, pipelines.micro_batches),
