@@ -303,7 +303,7 @@ class GroupCandidates:
 
     def know_passes(self, layouts: Iterable[Layout]) -> None:
         """Work `passes_s` of layouts out together."""
-        new = [one for one in layouts if _computation_key(one) not in self._known_s]
+        new = [layout for layout in layouts if _computation_key(layout) not in self._known_s]
         if new:
             self._work_out(new)
 

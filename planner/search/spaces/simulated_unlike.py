@@ -143,12 +143,12 @@ class SimulatedUnlike(BySimulation, UnlikeSpace):
                 self._optimum(kind, layout.of_group(at, top)).best
                 for at, (kind, top) in enumerate(zip(kinds, tops, strict=True))
             ]
-            plans = [one for one in best if one is not None]
+            plans = [plan for plan in best if plan is not None]
             if len(plans) < len(best):
                 return
             step_s = max(plan.prediction.step_time_s for plan in plans)
-            plan = self.plan_of(layout, [one.plan.stages for one in plans], shares, step_s)
-            self.tried.offer(self.ranked(plan, max(one.objective_s for one in plans)))
+            plan = self.plan_of(layout, [of_kind.plan.stages for of_kind in plans], shares, step_s)
+            self.tried.offer(self.predict_plan(plan, max(of_kind.objective_s for of_kind in plans)))
             paces = [
                 (number, _pace_of(plan, top))
                 for number, plan, top in zip(layout.numbers, plans, tops, strict=True)

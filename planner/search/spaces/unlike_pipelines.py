@@ -131,8 +131,8 @@ class UnlikeLayout(Layout):
         >>> UnlikeLayout(depths=(1, 4), numbers=(8, 2), pipeline=4, micro_batches=7).text()
         'tp=1 pp=1|4 dp=8|2 zero=0 1f1b micro_batch=1x7'
         """
-        one = self.of_group(max(range(len(self.depths)), key=self.depths.__getitem__), 1)
-        tensor, _, _, *others, _ = one.text().split(" ")
+        deepest = self.of_group(max(range(len(self.depths)), key=self.depths.__getitem__), 1)
+        tensor, _, _, *others, _ = deepest.text().split(" ")
         depths, numbers = ("|".join(map(str, each)) for each in (self.depths, self.numbers))
         batches = f"micro_batch={self.micro_batch}x{self.micro_batches}"
         return " ".join([tensor, f"pp={depths}", f"dp={numbers}", *others, batches])
@@ -307,13 +307,15 @@ class UnlikeSpace(GroupSpace):
                     continue
                 count = self.job.global_batch // size
                 some = [
-                    one
-                    for one in every
-                    if count >= sum(n // d for n, d in zip(ranks, one, strict=True))
+                    depths_of_groups
+                    for depths_of_groups in every
+                    if count >= sum(n // d for n, d in zip(ranks, depths_of_groups, strict=True))
                 ]
                 for name in schedules:
                     # Without a pipeline all schedules are one.
-                    among = some if name == schedules[0] else [one for one in some if max(one) > 1]
+                    among = (
+                        some if name == schedules[0] else [each for each in some if max(each) > 1]
+                    )
                     if not among:
                         continue
                     for base in self._bases(tensor, size, name):
@@ -381,8 +383,8 @@ class UnlikeSpace(GroupSpace):
                 yield max(entry.bound_s, least_s), 1, batch
                 continue
             for depths in batch.depths:
-                one = replace(batch, depths=[depths])
-                least_s = self._least_of_any_depth(one, within=True)
+                part = replace(batch, depths=[depths])
+                least_s = self._least_of_any_depth(part, within=True)
                 yield max(entry.bound_s, least_s), self.groups, batch.layout(depths)
 
     # Bounds.
@@ -467,8 +469,8 @@ class UnlikeSpace(GroupSpace):
             layout = replace(
                 base, pipeline=depth, data_replicate=2, micro_batches=micro_batches, loss=None
             )
-            [chain] = self._alone[at].chains(layout, any_loss=True).values()
-            [costs] = self._alone[at].costs_of(layout)
+            [chain] = self._separate_spaces[at].chains(layout, any_loss=True).values()
+            [costs] = self._separate_spaces[at].costs_of(layout)
             waits_s = costs.waits * costs.transfer_s
             sending = replace(
                 costs, transfer_s=waits_s, boundary_s=waits_s + costs.boundary_s - costs.transfer_s
@@ -494,7 +496,7 @@ class UnlikeSpace(GroupSpace):
         return self._known_within[key]
 
     @cached_property
-    def _alone(self) -> list[KindSpace]:
+    def _separate_spaces(self) -> list[KindSpace]:
         """[group] Spaces of its pipelines, of which no other group has any."""
         return [KindSpace(self._candidates_of(group, self.costs)) for group in self.cluster.groups]
 
@@ -532,8 +534,8 @@ class UnlikeSpace(GroupSpace):
         """Return the least seconds of a pipeline's ranks together once per step, in a group."""
         key = *self._replicas(layout)[0], layout.tensor, at  # type: ignore[misc]
         if key not in self._known_once_s:
-            one = replace(layout.of_group(at, 2), pipeline=1, schedule=PLAIN)
-            [costs] = self.kinds_of(layout)[at].costs_of(one)
+            undivided = replace(layout.of_group(at, 2), pipeline=1, schedule=PLAIN)
+            [costs] = self.kinds_of(layout)[at].costs_of(undivided)
             least_s = [min(row.sync_s for row in table) for table in costs.kinds.values()]
             self._known_once_s[key] = float(self.candidates.counts @ np.array(least_s))
         return self._known_once_s[key]
@@ -596,7 +598,7 @@ class UnlikeSpace(GroupSpace):
                 kind.solve(layout.of_group(at, top), math.inf)
                 for at, (kind, top) in enumerate(zip(kinds, tops, strict=True))
             ]
-            splits = [one for one in solved if isinstance(one, SplitSolution)]
+            splits = [split for split in solved if isinstance(split, SplitSolution)]
             if len(splits) < len(solved):
                 break
             step_s = max(split.objective_s for split in splits)
@@ -604,8 +606,8 @@ class UnlikeSpace(GroupSpace):
                 stages = tuple(
                     stages_of_split(kind, split) for kind, split in zip(kinds, splits, strict=True)
                 )
-                found = UnlikeSplit(stages, tuple(shares))
-                best = SplitSolution(step_s, min(least_s, step_s), layout, found)
+                unlike = UnlikeSplit(stages, tuple(shares))
+                best = SplitSolution(step_s, min(least_s, step_s), layout, unlike)
             paces = [
                 (number, split_pace(split, top))
                 for number, split, top in zip(layout.numbers, splits, tops, strict=True)
@@ -619,7 +621,7 @@ class UnlikeSpace(GroupSpace):
         """Return the plan of stages and shares, and its prediction."""
         assert isinstance(split.layout, UnlikeLayout)
         plan = self.plan_of(split.layout, split.split.stages, split.split.shares, split.objective_s)
-        return self.ranked(plan, split.objective_s)
+        return self.predict_plan(plan, split.objective_s)
 
     def plan_of(
         self,
@@ -653,7 +655,7 @@ class UnlikeSpace(GroupSpace):
             ),
         )
 
-    def ranked(self, plan: Plan, objective_s: float) -> Ranked:
+    def predict_plan(self, plan: Plan, objective_s: float) -> Ranked:
         """Return a plan with its prediction."""
         prediction = unlike_prediction(plan, self.request, self.costs)
         prediction = prediction.on(self.whole.devices, used=plan.ranks)

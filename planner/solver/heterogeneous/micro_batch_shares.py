@@ -37,7 +37,7 @@ class Replica:
         """Seconds until this number of micro-batches is done; 0 for none."""
         return self.fill_s + (microbatches - 1) * self.steady_s if microbatches else 0.0
 
-    def completed(self, seconds: float) -> int:
+    def completed_count(self, seconds: float) -> int:
         """Count the micro-batches that end by then, exactly as `end_s` computes their ends."""
         if seconds < self.fill_s:
             return 0
@@ -68,7 +68,7 @@ def fastest_shares(replicas: Sequence[Replica], microbatches: int) -> tuple[int,
         return (0,) * len(replicas)
 
     def enough(seconds: float) -> bool:
-        return sum(replica.completed(seconds) for replica in replicas) >= microbatches
+        return sum(replica.completed_count(seconds) for replica in replicas) >= microbatches
 
     ends_s = []
     for replica in replicas:
@@ -80,7 +80,7 @@ def fastest_shares(replicas: Sequence[Replica], microbatches: int) -> tuple[int,
         ends_s.append(replica.end_s(lower))
     step_s = min(ends_s)
 
-    shares = [replica.completed(step_s) for replica in replicas]
+    shares = [replica.completed_count(step_s) for replica in replicas]
     surplus = sum(shares) - microbatches
     for r in reversed(range(len(replicas))):
         # Only what ends at step_s itself can be too much: before it there was not enough.
@@ -97,7 +97,7 @@ class Pace(Protocol):
     def end_s(self, microbatches: int, /) -> float:
         """Seconds until this number of micro-batches is done."""
 
-    def completed(self, seconds: float, /) -> int:
+    def completed_count(self, seconds: float, /) -> int:
         """Count the micro-batches that end by then."""
 
 
@@ -105,8 +105,8 @@ class MonotonePace:
     """A pace by a function of the number of micro-batches, which is asked for each number once.
 
     >>> pace = MonotonePace(lambda count: 3.0 + 2.0 * count, most=100)
-    >>> pace.completed(4.9), pace.completed(5.0), pace.completed(29.0), pace.completed(1e9)
-    (0, 1, 13, 100)
+    >>> [pace.completed_count(seconds) for seconds in (4.9, 5.0, 29.0, 1e9)]
+    [0, 1, 13, 100]
     """
 
     def __init__(self, end_s: Callable[[int], float], most: int) -> None:
@@ -120,7 +120,7 @@ class MonotonePace:
             self._known_s[microbatches] = self._end_s(microbatches)
         return self._known_s[microbatches]
 
-    def completed(self, seconds: float) -> int:
+    def completed_count(self, seconds: float) -> int:
         """Count the micro-batches that end by then, `most` at most.
 
         Numbers are tried where a line through the nearest known ones meets the seconds, at times
@@ -177,7 +177,7 @@ def fastest_counts(
         return None
 
     def counts(seconds: float) -> list[int]:
-        return [pace.completed(seconds) for _, pace in groups]
+        return [pace.completed_count(seconds) for _, pace in groups]
 
     def enough(seconds: float) -> bool:
         each = counts(seconds)
