@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -23,22 +25,33 @@ from meshwright.planner.documents.plan import (
     PlannedModel,
     Stage,
 )
+from meshwright.planner.documents.prediction import Prediction
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.report.text import pipelines_text, plan_table
 from meshwright.planner.requests.pins import Pins
 from meshwright.planner.requests.request import Request
-from meshwright.planner.search.search import search
+from meshwright.planner.search.goals import SimulatedStepGoal
+from meshwright.planner.search.proof_budget import USUAL
+from meshwright.planner.search.queue import QueueEntry
+from meshwright.planner.search.search import search, spaces_of
+from meshwright.planner.search.spaces.simulated import Tried
+from meshwright.planner.search.spaces.simulated_unlike import SimulatedUnlike
+from meshwright.planner.search.spaces.unlike_pipelines import UnlikeSpace
 from tests.planner.search.spaces.test_graph import layer
 
 ALIKE = Pins(pipelines="alike")
-CLUSTERS = ("2xh100-sxm-80gb+2xa100-sxm-80gb", "3xh100-sxm-80gb+2xl40s", "2xa100-sxm-80gb+1xl40s")
+CLUSTERS = (
+    "2xh100-sxm-80gb+2xa100-sxm-80gb",
+    "3xh100-sxm-80gb+2xl40s",
+    "2xa100-sxm-80gb+1xh100-sxm-80gb",
+)
 
 
 def small_model(seed: int) -> ModelGraph:
     """A chain of four layers of different seconds."""
     rng = random.Random(seed)
     layers = [
-        layer(f"l{at}", kind=f"k{at}", scale=rng.uniform(20.0, 60.0), output=20) for at in range(4)
+        layer(f"l{at}", kind=f"k{at}", scale=rng.uniform(10.0, 30.0), output=20) for at in range(4)
     ]
     return ModelGraph(name="small", layers=tuple(layers))
 
@@ -179,17 +192,60 @@ def test_kinds_that_are_alike_take_what_pipelines_that_are_alike_take() -> None:
     ]
 
 
-def test_fewer_micro_batches_of_one_kind_end_a_step_no_sooner_than_the_slowest_kind() -> None:
+def test_another_micro_batch_of_the_slowest_kind_adds_its_passes_and_of_others_nothing() -> None:
     request = small_request(1, CLUSTERS[0])
-    costs, (plan, *_) = GroupCosts(request), every_plan(request)
-    steps = []
+    costs = GroupCosts(request)
+    plan = next(
+        plan
+        for plan in every_plan(request)
+        if plan.micro_batch == 1 and all(len(kind.stages) == 1 for kind in plan.kinds)
+    )
 
-    for count in (4, 3, 2):
-        kind = plan.other_pipelines[0].model_copy(update={"micro_batches": count})  # type: ignore[index]
-        changed = plan.model_copy(update={"other_pipelines": (kind,)})
-        steps.append(unlike_prediction(changed, request, costs).step_time_s)
+    def prediction_of(first: int, second: int) -> Prediction:
+        others = tuple(
+            kind.model_copy(update={"micro_batches": second}) for kind in plan.other_pipelines or ()
+        )
+        update = {"micro_batches": first, "other_pipelines": others}
+        return unlike_prediction(plan.model_copy(update=update), request, costs)
 
-    assert steps == sorted(steps, reverse=True)
+    slow, slower, waiting = prediction_of(2, 9), prediction_of(2, 10), prediction_of(3, 10)
+
+    stage = slow.stages[1]
+    added_s = slower.step_time_s - slow.step_time_s
+    assert added_s == pytest.approx(stage.forward_s + stage.backward_s, rel=1e-9)
+    assert slow.step_time_s > 9 * (stage.forward_s + stage.backward_s)
+    assert waiting.step_time_s == pytest.approx(slower.step_time_s, rel=1e-12)
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS[:2])
+def test_no_bound_is_above_any_plan_of_its_layout(cluster: str) -> None:
+    request = small_request(2, cluster, Pins(pipelines="unlike"))
+    costs, least_s = GroupCosts(request), dict[tuple[object, ...], float]()
+    for plan in every_plan(request):
+        prediction = unlike_prediction(plan, request, costs)
+        if prediction.fits:
+            depths = {kind.stages[0].group: len(kind.stages) for kind in plan.kinds}
+            key = plan.micro_batch, plan.schedule, tuple(depths.values())
+            least_s[key] = min(prediction.step_time_s, least_s.get(key, math.inf))
+    [closed_form] = spaces_of(request, unlike=True)
+    goal = SimulatedStepGoal(search(request).top[0], USUAL)
+    assert isinstance(closed_form, UnlikeSpace)
+    space = SimulatedUnlike(closed_form, Tried(goal))
+
+    seen = 0
+    for bound_s, batch in space.bundles(Counter()):
+        entry = QueueEntry(bound_s, (), 0, 0, batch, space)
+        [(within_s, level, _)] = space.expand(0, [entry])
+        opened = space.expand(level, [entry._replace(bound_s=within_s)])
+        for layout_s, _, layout in opened:
+            key = layout.micro_batch, layout.schedule, layout.depths
+            sent_s = space.least_s(layout)
+            if isinstance(sent_s, float) and key in least_s:
+                seen += 1
+                assert max(bound_s, within_s, layout_s, sent_s) <= least_s[key] * (1 + 1e-9)
+            else:
+                assert least_s.get(key, math.inf) >= goal.limit_s
+    assert seen == len(least_s)
 
 
 def test_a_table_has_the_stages_of_all_kinds() -> None:
