@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from meshwright.planner.costs.collectives import Level, group_levels, levels
 from meshwright.planner.costs.cut_tensors import crossings
 from meshwright.planner.costs.layout_costs import CostTables, LayoutCosts
-from meshwright.planner.costs.sharding import Replicas
+from meshwright.planner.costs.sharding import PipelineReplicas
 from meshwright.planner.costs.stage_placement import StagePlacement, StagePlacements, passed_on
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class GroupCosts:
         }
         self._known: dict[Layout, dict[str, LayoutCosts]] = {}
 
-    def among(self, replicas: Replicas) -> GroupCosts:
+    def among(self, replicas: PipelineReplicas) -> GroupCosts:
         """Return the costs on pipelines that may be unlike; a layout describes one kind of them."""
         costs = copy(self)
         costs.tables = {name: tables.among(replicas) for name, tables in self.tables.items()}
@@ -130,7 +130,7 @@ class GroupCosts:
 
 def replicas_of(
     cluster: ClusterSpec, kinds: Iterable[tuple[Layout, Iterable[DeviceGroup]]]
-) -> Replicas:
+) -> PipelineReplicas:
     """Return the pipelines of some kinds, each with its layout and the groups of its stages.
 
     >>> from meshwright.planner.catalog.expressions import resolve_cluster
@@ -151,7 +151,7 @@ def replicas_of(
             near.append(inside[0] if beside else Level(joined, 1))
     members = min(level.members for level in near)
     if members == 1:
-        return Replicas(number=number, levels=(Level(joined, number),))
+        return PipelineReplicas(number=number, levels=(Level(joined, number),))
     slowest = min((level.tier for level in near), key=lambda tier: tier.bytes_per_s)
     rest = -(-number // members)
-    return Replicas(number=number, levels=(Level(slowest, members), Level(joined, rest)))
+    return PipelineReplicas(number=number, levels=(Level(slowest, members), Level(joined, rest)))

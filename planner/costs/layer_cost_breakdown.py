@@ -25,7 +25,7 @@ from meshwright.planner.costs.memory.resident_states import (
 from meshwright.planner.costs.sharding import (
     ExposedSharding,
     Links,
-    Replicas,
+    PipelineReplicas,
     ShardingTraffic,
     seen_in_passes,
     seen_once,
@@ -61,7 +61,7 @@ class LayerParts:
         setting: Callable[[Layout], Setting],
         activations: tuple[Activations, ...],
         recomputes: tuple[Recompute, ...],
-        replicas: Replicas | None = None,
+        replicas: PipelineReplicas | None = None,
     ) -> None:
         """`setting` tells what of a layout the computation inside layers depends on; `replicas` are
         pipelines that may be unlike, over which gradients are summed."""

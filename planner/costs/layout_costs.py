@@ -64,7 +64,7 @@ from meshwright.planner.operators.operator_table import RECOMPUTES, Setting
 
 if TYPE_CHECKING:
     from meshwright.planner.costs.cost_cache import FigureStore, KindFigures
-    from meshwright.planner.costs.sharding import Replicas, ShardingTraffic
+    from meshwright.planner.costs.sharding import PipelineReplicas, ShardingTraffic
     from meshwright.planner.documents.plan import Activations, Layout
     from meshwright.planner.documents.prediction import Assumption
     from meshwright.planner.documents.profile import ChunkedLoss, Recompute
@@ -190,7 +190,7 @@ class CostTables:
         self._holding = ResidentStates(model, job, self._rates.framework)
         self._boundaries = Boundaries(model)
         self._recomputes = recomputes
-        self._replicas: Replicas | None = None
+        self._replicas: PipelineReplicas | None = None
         self._parts = self._layer_parts()
         self._known_states: dict[tuple[object, ...], tuple[States, ...]] = {}
         self._layouts: dict[tuple[object, ...], _ScheduleFreeCosts] = {}
@@ -222,7 +222,7 @@ class CostTables:
             replicas=self._replicas,
         )
 
-    def among(self, replicas: Replicas) -> CostTables:
+    def among(self, replicas: PipelineReplicas) -> CostTables:
         """Return the costs on pipelines that may be unlike; a layout describes one kind of them."""
         tables = copy(self)
         tables._replicas = replicas

@@ -71,7 +71,7 @@ class Links:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replicas:
+class PipelineReplicas:
     """Pipelines of a job that may be unlike, each with a whole copy of the model.
 
     Gradients of a layer are summed over all of them when every pipeline has ended its backwards.

@@ -92,7 +92,7 @@ from meshwright.planner.solver.heterogeneous.micro_batch_shares import (
 )
 
 if TYPE_CHECKING:
-    from meshwright.planner.costs.sharding import Replicas
+    from meshwright.planner.costs.sharding import PipelineReplicas
     from meshwright.planner.documents.cluster import DeviceGroup
     from meshwright.planner.documents.plan import Plan, Stage
     from meshwright.planner.schedules import Schedule
@@ -116,7 +116,7 @@ class UnlikeLayout(Layout):
     """
 
     depths: tuple[int, ...]
-    """[group] Stages of each of its pipelines."""
+    """[group] LeastStages of each of its pipelines."""
     numbers: tuple[int, ...]
     """[group] Number of its pipelines."""
 
@@ -238,7 +238,7 @@ class UnlikeSpace(GroupSpace):
         self._known_refusals: dict[Layout, str | None] = {}
         self._known_kinds: dict[object, list[KindSpace]] = {}
         self._known_passes: dict[object, Passes] = {}
-        self._known_within: dict[object, Stages] = {}
+        self._known_within: dict[object, LeastStages] = {}
         self._known_once_s: dict[object, float] = {}
         self._ends: dict[object, Floats] = {}
         self._solved = 0
@@ -412,7 +412,7 @@ class UnlikeSpace(GroupSpace):
             return self._ends[key]
         passes = self._passes(base, at)
         actions_s = 2 * depth * passes.action_s if depth > 1 else 0.0
-        of_stages = Stages(passes.stage_s(depth), passes.whole_s + actions_s)
+        of_stages = LeastStages(passes.stage_s(depth), passes.whole_s + actions_s)
         ends_s = self._paced_s(base, at, depth, most, of_stages)
         if within:
             fewest = min(depth, most)
@@ -422,7 +422,7 @@ class UnlikeSpace(GroupSpace):
         self._ends[key] = np.maximum.accumulate(ends_s)
         return self._ends[key]
 
-    def _paced_s(self, base: Layout, at: int, depth: int, most: int, stages: Stages) -> Floats:
+    def _paced_s(self, base: Layout, at: int, depth: int, most: int, stages: LeastStages) -> Floats:
         """[micro-batches - 1] Seconds of a step by those of stages of one depth on a group."""
         if max(stages) == math.inf:
             return np.full(most, math.inf)
@@ -459,7 +459,7 @@ class UnlikeSpace(GroupSpace):
             )
         return self._known_passes[key]
 
-    def _within_memory(self, base: Layout, at: int, depth: int, micro_batches: int) -> Stages:
+    def _within_memory(self, base: Layout, at: int, depth: int, micro_batches: int) -> LeastStages:
         """Return the least seconds of stages that fit with some micro-batches, or with more.
 
         They are those of layouts that differ in how they compute the loss alone.
@@ -489,7 +489,7 @@ class UnlikeSpace(GroupSpace):
                 credits_s=(),
                 forward_apart=False,
             )
-            self._known_within[key] = Stages(
+            self._known_within[key] = LeastStages(
                 counted_s(replace(computing, steady=1.0, fill=0.0)),
                 counted_s(replace(computing, steady=0.0, fill=1.0)),
             )
@@ -514,7 +514,7 @@ class UnlikeSpace(GroupSpace):
             space.candidates.keep_passes(layout, times_s[at : at + 1], credits_s[at : at + 1])
         return self._known_kinds[key]
 
-    def _replicas(self, layout: UnlikeLayout) -> tuple[object, Replicas]:
+    def _replicas(self, layout: UnlikeLayout) -> tuple[object, PipelineReplicas]:
         """Return the pipelines of a layout, and what tells them from those of others."""
         replicas = replicas_of(
             self.cluster,
@@ -666,7 +666,7 @@ class UnlikeSpace(GroupSpace):
         )
 
 
-class Stages(NamedTuple):
+class LeastStages(NamedTuple):
     """Least seconds of the slowest stage of a pipeline, and of all its stages, for a micro-batch;
     inf if layers do not fit."""
 

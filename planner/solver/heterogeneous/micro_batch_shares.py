@@ -91,7 +91,7 @@ def fastest_shares(replicas: Sequence[Replica], microbatches: int) -> tuple[int,
     return tuple(shares)
 
 
-class Pace(Protocol):
+class PipelinePace(Protocol):
     """Seconds of a pipeline until its micro-batches are done; never fewer for more of them."""
 
     def end_s(self, microbatches: int, /) -> float:
@@ -159,7 +159,7 @@ class Pipelines(NamedTuple):
 
 
 def fastest_counts(
-    groups: Sequence[tuple[int, Pace]], microbatches: int
+    groups: Sequence[tuple[int, PipelinePace]], microbatches: int
 ) -> list[tuple[Pipelines, ...]] | None:
     """[group] Micro-batches of its pipelines with which the slowest ends first, the most first.
 
