@@ -197,6 +197,8 @@ class _Proof:
         self._optimum = start[0]
         self._plans: list[tuple[Any, Ranked]] = [(None, candidate) for candidate in start]
         self.looked_at: Counter[str] = Counter()
+        self.unlike = 0
+        """Configurations whose pipelines differ from one group of devices to another."""
 
     def finalists(self) -> list[Ranked]:
         """Return the fastest plan of each layout that was simulated, fastest first.
@@ -263,6 +265,7 @@ class _Proof:
             lower_bound_s=lower_bound_s,
             looked_at=self.looked_at,
             runners_up=runners_up,
+            unlike=self.unlike,
         )
 
 
@@ -297,6 +300,7 @@ def _prove(
     for plan in every:
         queue.run(plan)
         proof.looked_at.update(plan.tried.looked_at)
+        proof.unlike += plan.unlike
     return proof
 
 

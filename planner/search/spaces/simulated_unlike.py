@@ -10,9 +10,10 @@ the most micro-batches that are left.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -71,6 +72,12 @@ class SimulatedUnlike(BySimulation, UnlikeSpace):
             (BOUNDS[MEMORY], self.least_s),
             (BOUNDS[BY_OPTIMUM], self.solved_s),
         ]
+
+    def bundles(self, refused: Counter[str]) -> Iterator[tuple[float, Any]]:
+        """Yield every layout that keeps what the user fixed, and count them."""
+        for bound_s, batch in super().bundles(refused):
+            self.unlike += batch.size
+            yield bound_s, batch
 
     def _credit_s(self, base: Layout, at: int, depth: int) -> float:
         return 0.0
