@@ -10,9 +10,11 @@ the most micro-batches that are left.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,15 +29,14 @@ from meshwright.planner.search.queue import Bound
 from meshwright.planner.search.spaces.simulated import SOLVED, BySimulation, Tried
 from meshwright.planner.search.spaces.simulated_mixed import SimulatedMixed
 from meshwright.planner.search.spaces.unlike_pipelines import (
-    ROUNDS,
     Floats,
     KindSpace,
     UnlikeLayout,
     UnlikeSpace,
 )
 from meshwright.planner.solver.heterogeneous.micro_batch_shares import (
-    Replica,
-    fastest_counts,
+    MonotonePace,
+    trimmed_counts,
 )
 
 if TYPE_CHECKING:
@@ -79,6 +80,11 @@ class SimulatedUnlike(BySimulation, UnlikeSpace):
             self.unlike += batch.size
             yield bound_s, batch
 
+    @property
+    def limit_s(self) -> float:
+        """Seconds from which on layouts are of no interest."""
+        return self.tried.goal.limit_s
+
     def _credit_s(self, base: Layout, at: int, depth: int) -> float:
         return 0.0
 
@@ -114,53 +120,61 @@ class SimulatedUnlike(BySimulation, UnlikeSpace):
         return self._simulated[id(kind)]
 
     def solved_s(self, layout: Layout) -> float:
-        """Return seconds that no plan simulates below, or the limit; plans are tried."""
+        """Return seconds that no plan simulates below, or the limit; plans are tried.
+
+        Groups begin with a micro-batch less than shares by the bounds give them, which is too few
+        together, and the one that takes the least with another gets it, until all are done.  None
+        of them does more in less seconds than the last one took, whatever the first ones have.
+        """
         assert isinstance(layout, UnlikeLayout)
         self.tried.looked_at[SOLVED] += 1
         kinds, count = self.kinds_of(layout), self.job.global_batch // layout.micro_batch
-        self._try_plans(layout, kinds)
-        most = [
-            int(np.searchsorted(ends_s, self.tried.goal.limit_s, side="left"))
-            for _, ends_s in self.bounded_ends_s(layout)
-        ]
-        solved = 0
-        settled: set[int] = set()
-        while min(most) and sum(n * m for n, m in zip(layout.numbers, most, strict=True)) >= count:
-            rest = [at for at in range(len(most)) if at not in settled]
-            if not rest or solved >= MOST_KINDS:
-                return 0.0
-            at, solved = rest[0], solved + 1
-            optimum = self._optimum(kinds[at], layout.of_group(at, most[at]))
-            if optimum.least_s < self.tried.goal.limit_s:
-                settled.add(at)
-            else:
-                most[at] -= 1
-        return self.tried.goal.limit_s
+        shares = self._bounded_shares(layout)
+        if shares is None:
+            return self.limit_s
+        most = [of_group[0].micro_batches - 1 for of_group in shares]
 
-    def _try_plans(self, layout: UnlikeLayout, kinds: Sequence[KindSpace]) -> None:
-        """Simulate the best stages of groups, with shares by bounds, then by what these take."""
-        shares, count = self._bounded_shares(layout), self.job.global_batch // layout.micro_batch
-        asked: list[tuple[int, ...]] = []
-        while shares is not None and len(asked) < ROUNDS:
-            tops = tuple(of_group[0].micro_batches for of_group in shares)
-            if tops in asked:
-                return
-            asked.append(tops)
-            best = [
-                self._optimum(kind, layout.of_group(at, top)).best
-                for at, (kind, top) in enumerate(zip(kinds, tops, strict=True))
-            ]
-            plans = [plan for plan in best if plan is not None]
-            if len(plans) < len(best):
-                return
+        def least_s(at: int, micro_batches: int) -> float:
+            if micro_batches > -(-count // layout.numbers[at]):
+                return math.inf
+            return self._optimum(kinds[at], layout.of_group(at, micro_batches)).least_s
+
+        step_s = 0.0
+        for _ in range(MOST_KINDS):
+            if sum(n * m for n, m in zip(layout.numbers, most, strict=True)) >= count:
+                if min(most):
+                    self._try_plan(layout, kinds, most, least_s)
+                break
+            next_s, at = min((least_s(at, number + 1), at) for at, number in enumerate(most))
+            step_s = max(step_s, min(next_s, self.limit_s))
+            if step_s >= self.limit_s:
+                break
+            most[at] += 1
+        return step_s
+
+    def _try_plan(
+        self,
+        layout: UnlikeLayout,
+        kinds: Sequence[KindSpace],
+        most: Sequence[int],
+        least_s: Callable[[int, int], float],
+    ) -> None:
+        """Simulate the best stages of groups that do this many micro-batches at most."""
+        count = self.job.global_batch // layout.micro_batch
+        paces = [
+            (number, MonotonePace(partial(least_s, at), -(-count // number)))
+            for at, number in enumerate(layout.numbers)
+        ]
+        shares = trimmed_counts(paces, most, count)
+        best = [
+            self._optimum(kind, layout.of_group(at, of_group[0].micro_batches)).best
+            for at, (kind, of_group) in enumerate(zip(kinds, shares, strict=True))
+        ]
+        plans = [plan for plan in best if plan is not None]
+        if len(plans) == len(best):
             step_s = max(plan.prediction.step_time_s for plan in plans)
             plan = self.plan_of(layout, [of_kind.plan.stages for of_kind in plans], shares, step_s)
             self.tried.offer(self.predict_plan(plan, max(of_kind.objective_s for of_kind in plans)))
-            paces = [
-                (number, _pace_of(plan, top))
-                for number, plan, top in zip(layout.numbers, plans, tops, strict=True)
-            ]
-            shares = fastest_counts(paces, count)
 
     def _optimum(self, kind: KindSpace, alone: Layout) -> KindOptimum:
         """Return the least step of a group's pipelines; what the answer takes is enough."""
@@ -173,13 +187,6 @@ class SimulatedUnlike(BySimulation, UnlikeSpace):
             best = None if goal.best is answer else goal.best
             self._optima[key] = KindOptimum(least_s, best)
         return self._optima[key]
-
-
-def _pace_of(plan: Ranked, micro_batches: int) -> Replica:
-    """Return the pace of pipelines whose step with some micro-batches is known."""
-    slowest_s = max(stage.forward_s + stage.backward_s for stage in plan.prediction.stages)
-    fill_s = plan.prediction.step_time_s - (micro_batches - 1) * slowest_s
-    return Replica(fill_s=max(0.0, fill_s), steady_s=slowest_s)
 
 
 def _forward_fills(ranks: int, counts: Floats, share: float) -> Floats:

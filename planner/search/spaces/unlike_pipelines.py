@@ -379,8 +379,7 @@ class UnlikeSpace(GroupSpace):
         for entry in some:
             batch: DepthBatch = entry.item
             if level == 0:
-                least_s = self._least_of_any_depth(batch, within=True)
-                yield max(entry.bound_s, least_s), 1, batch
+                yield max(entry.bound_s, self._least_within_memory(batch)), 1, batch
                 continue
             for depths in batch.depths:
                 part = replace(batch, depths=[depths])
@@ -399,6 +398,41 @@ class UnlikeSpace(GroupSpace):
             for at in range(len(batch.ranks))
         ]
         return _least_enough_s(tables, batch.micro_batches)
+
+    def _least_within_memory(self, batch: DepthBatch) -> float:
+        """Return the same with what stages hold, or the limit.
+
+        Depths that do the most are bounded first: without them the others may do too little.
+        """
+        if self.limit_s < math.inf:
+            most = [
+                {
+                    depth: self._most(batch, at, depth, within=False)
+                    for depth in dict.fromkeys(depths[at] for depths in batch.depths)
+                }
+                for at in range(len(batch.ranks))
+            ]
+            order = [
+                (count, at, depth)
+                for at, of_group in enumerate(most)
+                for depth, count in of_group.items()
+            ]
+            for _, at, depth in sorted(order, reverse=True):
+                if sum(max(of_group.values()) for of_group in most) < batch.micro_batches:
+                    return self.limit_s
+                most[at][depth] = self._most(batch, at, depth, within=True)
+        return self._least_of_any_depth(batch, within=True)
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds from which on layouts are of no interest."""
+        return math.inf
+
+    def _most(self, batch: DepthBatch, at: int, depth: int, *, within: bool) -> int:
+        """Return how many micro-batches pipelines of one depth may do within the limit."""
+        ends_s = self._ends_s(batch, at, depth, within=within)
+        each = int(np.searchsorted(ends_s, self.limit_s, side="left"))
+        return each * (batch.ranks[at] // depth)
 
     def _ends_s(self, batch: DepthBatch, at: int, depth: int, *, within: bool = False) -> Floats:
         """[micro-batches - 1] Seconds that pipelines of one depth on a group take at least.

@@ -196,7 +196,16 @@ def fastest_counts(
         step_s = max(pace.end_s(1) for _, pace in groups)
     if step_s == math.inf or not enough(step_s):
         return None
-    most = counts(step_s)
+    return trimmed_counts(groups, counts(step_s), microbatches)
+
+
+def trimmed_counts(
+    groups: Sequence[tuple[int, PipelinePace]], most: Sequence[int], microbatches: int
+) -> list[tuple[Pipelines, ...]]:
+    """[group] Micro-batches of its pipelines, the most first, no more than `most` [group] of each.
+
+    What is too many together is taken from single pipelines of the group that ends last.
+    """
     at_most = list(most)
     reached = [number for number, _ in groups]  # pipelines of each group that take the most
     surplus = sum(n * count for n, count in zip(reached, most, strict=True)) - microbatches
