@@ -18,9 +18,9 @@ from meshwright.planner.documents.units import GIB, bytes_text, count_text, seco
 from meshwright.planner.report import svg
 from meshwright.planner.report.mesh_picture import axes_of, mesh_picture
 from meshwright.planner.report.text import (
+    all_stages,
     layers_text,
     limited_text,
-    named_stages,
     pipelines_text,
     recompute_text,
     why_text,
@@ -91,7 +91,7 @@ def page(
         figures=figures,
         shades=timeline_key(timeline) if timeline is not None else [],
         hidden=left_out(timeline) if timeline is not None else 0,
-        stages=named_stages(plan),
+        stages=all_stages(plan),
         pipelines=pipelines_text(plan) if plan.other_pipelines else "",
         layers_text=layers_text,
         recompute_text=recompute_text,
@@ -134,7 +134,7 @@ def memory_of_ranks(plan: Plan, prediction: Prediction) -> list[tuple[str, Stage
         for rank in range(kind.mesh.pipeline):
             stages_here = [stage for stage, home in enumerate(homes) if home == rank]
             named = (
-                f"stage {stages_here[0]}"
+                f"stage {before + stages_here[0]}"
                 if kind.virtual_stages == 1
                 else f"stages {', '.join(map(str, stages_here))}"
             )

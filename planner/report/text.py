@@ -338,16 +338,9 @@ def pipelines_text(plan: Plan) -> str:
     return "; ".join(texts)
 
 
-def named_stages(plan: Plan) -> list[tuple[str, Stage]]:
-    """Return the stages of all kinds of pipelines in order, each with its number.
-
-    Where pipelines differ the number of the kind comes first.
-    """
-    return [
-        (f"{number}.{at}" if plan.other_pipelines else f"{at}", stage)
-        for number, kind in enumerate(plan.kinds)
-        for at, stage in enumerate(kind.stages)
-    ]
+def all_stages(plan: Plan) -> list[Stage]:
+    """Return the stages of all kinds of pipelines in order, as predictions number them."""
+    return [stage for kind in plan.kinds for stage in kind.stages]
 
 
 def stages_text(plan: Plan) -> str:
@@ -381,7 +374,7 @@ def plan_table(plan: Plan, prediction: Prediction | None = None) -> Table:
     figures = ["forward", "backward", "peak memory", "of"] if prediction is not None else []
     right = range(len(columns), len(columns) + len(figures))
     table = plain_table(*columns, *figures, right=right)
-    names, stages = zip(*named_stages(plan), strict=True)
+    stages = all_stages(plan)
     rows = [_stage_cells(plan, prediction, at, stage) for at, stage in enumerate(stages)]
     many = len(stages) > MOST_STAGES
     sizes = [len(stage.layers) for stage in stages]
@@ -389,9 +382,9 @@ def plan_table(plan: Plan, prediction: Prediction | None = None) -> Table:
     for _, group in groupby(range(len(rows)), key=keys.__getitem__):
         run = list(group)
         layers = layers_text([item for at in run for item in stages[at].layers])
-        named, count = names[run[0]], len(run)
+        named, count = f"{run[0]}", len(run)
         if count > 1:
-            named = f"{names[run[0]]}-{names[run[-1]]}"
+            named = f"{run[0]}-{run[-1]}"
             layers += f"; {sizes[run[0]]} each"
         *front, recompute = rows[run[0]][0]
         cells = [named, *front, layers, recompute, *rows[run[0]][1]]
