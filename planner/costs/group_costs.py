@@ -3,22 +3,29 @@
 A stage's ranks are of one group, so tensor and data parallelism stay inside it and the links that
 they use are the group's own.  Only the pipeline crosses from one group to another, over the tier
 that joins them; between stages of one group it takes the slowest link that two of them have.
+
+Pipelines of unlike kinds (`Plan.other_pipelines`) sum gradients over the ranks that hold a layer,
+one of each pipeline.  What joins groups or nodes is a level of this sum, and inside a node there
+are as many of these ranks as there are of the stage that has the fewest on one (`replicas_of`).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from meshwright.planner.costs.collectives import Level, group_levels
+from meshwright.planner.costs.collectives import Level, group_levels, levels
 from meshwright.planner.costs.cut_tensors import crossings
 from meshwright.planner.costs.layout_costs import CostTables, LayoutCosts
+from meshwright.planner.costs.sharding import PipelineReplicas
 from meshwright.planner.costs.stage_placement import StagePlacement, StagePlacements, passed_on
 
 if TYPE_CHECKING:
     from meshwright.planner.costs.memory.rank_memory import StageTraffic
+    from meshwright.planner.documents.cluster import ClusterSpec, DeviceGroup
     from meshwright.planner.documents.plan import Activations, Layout
     from meshwright.planner.requests.request import Request
 
@@ -44,6 +51,13 @@ class GroupCosts:
             for group in request.cluster.groups
         }
         self._known: dict[Layout, dict[str, LayoutCosts]] = {}
+
+    def among(self, replicas: PipelineReplicas) -> GroupCosts:
+        """Return the costs on pipelines that may be unlike; a layout describes one kind of them."""
+        costs = copy(self)
+        costs.tables = {name: tables.among(replicas) for name, tables in self.tables.items()}
+        costs._known = {}
+        return costs
 
     def stage_devices(self, layout: Layout) -> int:
         """Devices of one pipeline stage."""
@@ -112,3 +126,32 @@ class GroupCosts:
                 )
             ),
         )
+
+
+def replicas_of(
+    cluster: ClusterSpec, kinds: Iterable[tuple[Layout, Iterable[DeviceGroup]]]
+) -> PipelineReplicas:
+    """Return the pipelines of some kinds, each with its layout and the groups of its stages.
+
+    >>> from meshwright.planner.catalog.expressions import resolve_cluster
+    >>> from meshwright.planner.documents.plan import Layout
+    >>> mixed = resolve_cluster("8xh100-sxm-80gb+8xa100-sxm-80gb")
+    >>> kinds = zip((Layout(data_replicate=8), Layout(pipeline=2, data_replicate=4)), mixed.groups)
+    >>> replicas = replicas_of(mixed, ((layout, [group]) for layout, group in kinds))
+    >>> replicas.number, [(level.tier.name, level.members) for level in replicas.levels]
+    (12, [('nvlink', 4), ('network', 3)])
+    """
+    number, near, joined = 0, list[Level](), cluster.tiers[-1]
+    for layout, groups in kinds:
+        number += layout.data
+        for group in groups:
+            tiers = cluster.part((group,)).tiers
+            inside = levels(tiers, [(layout.data, layout.tensor)], devices=group.devices)
+            beside = inside and inside[0].tier.name != joined.name
+            near.append(inside[0] if beside else Level(joined, 1))
+    members = min(level.members for level in near)
+    if members == 1:
+        return PipelineReplicas(number=number, levels=(Level(joined, number),))
+    slowest = min((level.tier for level in near), key=lambda tier: tier.bytes_per_s)
+    rest = -(-number // members)
+    return PipelineReplicas(number=number, levels=(Level(slowest, members), Level(joined, rest)))

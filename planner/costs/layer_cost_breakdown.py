@@ -25,6 +25,7 @@ from meshwright.planner.costs.memory.resident_states import (
 from meshwright.planner.costs.sharding import (
     ExposedSharding,
     Links,
+    PipelineReplicas,
     ShardingTraffic,
     seen_in_passes,
     seen_once,
@@ -60,8 +61,11 @@ class LayerParts:
         setting: Callable[[Layout], Setting],
         activations: tuple[Activations, ...],
         recomputes: tuple[Recompute, ...],
+        replicas: PipelineReplicas | None = None,
     ) -> None:
-        """`setting` tells what of a layout the computation inside layers depends on."""
+        """`setting` tells what of a layout the computation inside layers depends on; `replicas` are
+        pipelines that may be unlike, over which gradients are summed."""
+        self._replicas = replicas
         self._cluster = cluster
         self._figures = figures
         self._rates = rates
@@ -399,6 +403,8 @@ class LayerParts:
                 levels(self._cluster.tiers, steps, devices=layout.devices) for steps in name[:3]
             )
             inner = levels(self._cluster.tiers, _inner_steps(layout), devices=layout.devices)
+            if self._replicas is not None:
+                replicate = self._replicas.levels
             whole = Links(
                 shard=shard, replicate=replicate, neighbours=neighbours, inner=inner, name=name
             )

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -63,7 +64,7 @@ from meshwright.planner.operators.operator_table import RECOMPUTES, Setting
 
 if TYPE_CHECKING:
     from meshwright.planner.costs.cost_cache import FigureStore, KindFigures
-    from meshwright.planner.costs.sharding import ShardingTraffic
+    from meshwright.planner.costs.sharding import PipelineReplicas, ShardingTraffic
     from meshwright.planner.documents.plan import Activations, Layout
     from meshwright.planner.documents.prediction import Assumption
     from meshwright.planner.documents.profile import ChunkedLoss, Recompute
@@ -188,16 +189,9 @@ class CostTables:
         self._figures = LayerFigures(model, cluster, profile, self._rates, recomputes, store)
         self._holding = ResidentStates(model, job, self._rates.framework)
         self._boundaries = Boundaries(model)
-        self._parts = LayerParts(
-            model,
-            cluster,
-            self._figures,
-            self._rates,
-            self._holding,
-            setting=self._setting,
-            activations=activations,
-            recomputes=recomputes,
-        )
+        self._recomputes = recomputes
+        self._replicas: PipelineReplicas | None = None
+        self._parts = self._layer_parts()
         self._known_states: dict[tuple[object, ...], tuple[States, ...]] = {}
         self._layouts: dict[tuple[object, ...], _ScheduleFreeCosts] = {}
         self.slack = self.tight = 1.0
@@ -214,6 +208,30 @@ class CostTables:
         spaces = self._rates.framework.memory.workspaces
         architecture = cluster.groups[0].accelerator.architecture or ""
         self._workspace_bytes = spaces.get(architecture, spaces.get("other", 0.0))
+
+    def _layer_parts(self) -> LayerParts:
+        return LayerParts(
+            self.model,
+            self.cluster,
+            self._figures,
+            self._rates,
+            self._holding,
+            setting=self._setting,
+            activations=self.activations,
+            recomputes=self._recomputes,
+            replicas=self._replicas,
+        )
+
+    def among(self, replicas: PipelineReplicas) -> CostTables:
+        """Return the costs on pipelines that may be unlike; a layout describes one kind of them."""
+        tables = copy(self)
+        tables._replicas = replicas
+        tables._holding = ResidentStates(
+            self.model, self.job, self._rates.framework, replicas.number
+        )
+        tables._parts = tables._layer_parts()
+        tables._known_states, tables._layouts = {}, {}
+        return tables
 
     def costs_of(self, layout: Layout) -> LayoutCosts:
         """Return the costs of a layout.
@@ -507,7 +525,8 @@ class CostTables:
         if self._rates.on_cpu:
             return self._reduce_bytes(layout)
         memory = self._rates.framework.memory
-        communicators = memory.communicator_bytes if layout.devices > 1 else 0.0
+        several = layout.devices > 1 or self._replicas is not None
+        communicators = memory.communicator_bytes if several else 0.0
         return memory.context_bytes + communicators + self._reduce_bytes(layout)
 
     def _flat_bytes_at_most(self, layout: Layout) -> float:

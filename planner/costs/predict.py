@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.planner.costs.compute import peak_flops
 from meshwright.planner.costs.cut_tensors import blocks_of, in_order
-from meshwright.planner.costs.group_costs import GroupCosts
+from meshwright.planner.costs.group_costs import GroupCosts, replicas_of
 from meshwright.planner.costs.layer_seconds import ENDS
 from meshwright.planner.costs.layout_costs import CostTables, LayoutCosts
 from meshwright.planner.costs.memory.host_memory import (
@@ -130,7 +130,9 @@ def predict(
     """Return what a plan should do."""
     placements = placements_of(plan, model)
     request = Request.of_plan(plan, model, cluster, profile)
-    if plan.shares is not None:
+    if plan.other_pipelines is not None:
+        prediction = unlike_prediction(plan, request)
+    elif plan.shares is not None:
         prediction = _shared_prediction(plan, request, placements)
     else:
         tables, seats = place_stages(plan, request)
@@ -145,7 +147,7 @@ def _shared_prediction(plan: Plan, request: Request, placements: Sequence[Placem
 
     Memory is that of the ranks whose devices it fills most.
     """
-    model, cluster = request.model, request.cluster
+    model = request.model
     costs = GroupCosts(request, activations_of(plan))
     _check_known(plan, costs)
     most: dict[str, int] = {}
@@ -158,24 +160,38 @@ def _shared_prediction(plan: Plan, request: Request, placements: Sequence[Placem
         layout = replace(plan.layout, micro_batches=micro_batches)
         seats = costs.seats(layout, [group] * layout.stages, branches_of(plan, model))
         each.append(placement_prediction(costs.tables[group], layout, placements, seats))
-    slowest = max(each, key=lambda prediction: prediction.step_time_s)
     fullest = max(
         (prediction.stages for prediction in each),
         key=lambda stages: stages[0].peak_memory_bytes / stages[0].memory_capacity_bytes,
     )
-    accelerators = {group.name: group.accelerator for group in cluster.groups}
-    peak = sum(peak_flops(accelerators[group], plan.precision) for group in ranks)
+    return _together(
+        plan, request, each, [(group, plan.ranks // len(ranks)) for group in ranks]
+    ).model_copy(update={"layout": plan.alike_text, "placement": plan.placement, "stages": fullest})
+
+
+def _together(
+    plan: Plan,
+    request: Request,
+    each: Sequence[Prediction],
+    devices: Sequence[tuple[str, int]],
+) -> Prediction:
+    """Return the prediction of some ranks that differ, of which the slowest ends the step.
+
+    `devices` are numbers of devices in use, each with its group's name.
+    """
+    slowest = max(each, key=lambda prediction: prediction.step_time_s)
+    accelerators = {group.name: group.accelerator for group in request.cluster.groups}
+    peak = sum(
+        number * peak_flops(accelerators[group], plan.precision) for group, number in devices
+    )
     frozen = plan.training.lora is not None
     size = {"seq_len": plan.seq_len, "global_batch": plan.job.sequences}
-    flops = step_flops(model, **size, document_len=plan.document_len, frozen=frozen)
-    unmasked = unmasked_step_flops(model, **size, frozen=frozen)
-    used = slowest.step_time_s * peak * plan.ranks / len(ranks)
+    flops = step_flops(request.model, **size, document_len=plan.document_len, frozen=frozen)
+    unmasked = unmasked_step_flops(request.model, **size, frozen=frozen)
+    used = slowest.step_time_s * peak
     every = (assumption for prediction in each for assumption in prediction.assumptions)
     return slowest.model_copy(
         update={
-            "layout": plan.alike_text,
-            "placement": plan.placement,
-            "stages": fullest,
             "fits": all(prediction.fits for prediction in each),
             "host": max(
                 (prediction.host for prediction in each if prediction.host),
@@ -190,6 +206,106 @@ def _shared_prediction(plan: Plan, request: Request, placements: Sequence[Placem
             "notes": tuple(dict.fromkeys(note for part in each for note in part.notes)),
         }
     )
+
+
+def unlike_prediction(plan: Plan, request: Request, costs: GroupCosts | None = None) -> Prediction:
+    """Return what unlike pipelines should do; `costs` are those of the request, if known.
+
+    Each kind runs its own schedule.  A rank of kind k with layers L sums its gradients when the
+    ranks of all kinds that hold any of L have ended their backwards:
+
+        T = max_k max_r (max_{q holds some of L_r} finish_q + sync_r) + update + step_s
+
+    Source: HARP (2025) and AutoHet (2025) sum the gradients of a layer over the unlike stages that
+    hold it.
+    """
+    kinds, tables, seats = _unlike_seats(plan, request, costs)
+    placements = [placements_of(kind, request.model) for kind in kinds]
+    runs = [
+        _stage_run(of_kind, kind.layout, _seconds(of_kind, placed))
+        for kind, of_kind, placed in zip(kinds, seats, placements, strict=True)
+    ]
+    each = [
+        placement_prediction(of_kind, kind.layout, placed, seated, ready_s=ready_s)
+        for kind, of_kind, placed, seated, ready_s in zip(
+            kinds, tables, placements, seats, _ready_s(kinds, runs), strict=True
+        )
+    ]
+    devices = [
+        (stage.group or request.cluster.groups[0].name, kind.mesh.devices // kind.mesh.pipeline)
+        for kind in kinds
+        for stage in kind.stages
+    ]
+    together = _together(plan, request, each, devices)
+    peaks = [prediction.peak_memory_range_bytes for prediction in each]
+    return together.model_copy(
+        update={
+            "layout": plan.layout_text,
+            "placement": (),
+            "stages": tuple(stage for prediction in each for stage in prediction.stages),
+            "peak_memory_range_bytes": max(filter(None, peaks), default=None),
+            "step_time_low_s": max(prediction.step_time_low_s for prediction in each),
+            "step_time_high_s": max(prediction.step_time_high_s for prediction in each),
+            "compile_s": max(prediction.compile_s for prediction in each),
+        }
+    )
+
+
+def _unlike_seats(
+    plan: Plan, request: Request, costs: GroupCosts | None
+) -> tuple[tuple[Plan, ...], list[CostTables], list[StagePlacements]]:
+    """Return the kinds of a plan's pipelines, with the costs under the stages of each."""
+    kinds, cluster = plan.kinds, request.cluster
+    treated = tuple(dict.fromkeys(way for kind in kinds for way in activations_of(kind)))
+    groups = {group.name: group for group in cluster.groups}
+    under = [[stage.group or cluster.groups[0].name for stage in kind.stages] for kind in kinds]
+    for name in dict.fromkeys(itertools.chain.from_iterable(under)):
+        if name not in groups:
+            raise DocumentError(
+                "stages", f"name group {name}; {cluster.name} has {', '.join(groups)}"
+            )
+    replicas = replicas_of(
+        cluster,
+        [
+            (kind.layout, [groups[name] for name in dict.fromkeys(names)])
+            for kind, names in zip(kinds, under, strict=True)
+        ],
+    )
+    held = [branches_of(kind, request.model) for kind in kinds]
+    if plan.groups is not None:
+        costs = costs or GroupCosts(request, treated)
+        _check_known(plan, costs)
+        costs = costs.among(replicas)
+        return (
+            kinds,
+            [costs.tables[names[0]] for names in under],
+            [
+                costs.seats(kind.layout, names, branches)
+                for kind, names, branches in zip(kinds, under, held, strict=True)
+            ],
+        )
+    tables = CostTables(request, treated).among(replicas)
+    return (
+        kinds,
+        [tables] * len(kinds),
+        [
+            alike(tables, kind.layout)
+            if branches is None
+            else branching(tables, kind.layout, branches)
+            for kind, branches in zip(kinds, held, strict=True)
+        ],
+    )
+
+
+def _ready_s(kinds: Sequence[Plan], runs: Sequence[RankTimes]) -> Iterator[tuple[float, ...]]:
+    """Yield, for each kind, when all ranks that hold any of a rank's layers have ended. [rank]"""
+    ended_s: dict[str, float] = {}
+    for kind, run in zip(kinds, runs, strict=True):
+        for stage, finish_s in zip(kind.stages, run.finish_s, strict=True):
+            for item in stage.layers:
+                ended_s[item.layer] = max(finish_s, ended_s.get(item.layer, 0.0))
+    for kind in kinds:
+        yield tuple(max(ended_s[item.layer] for item in stage.layers) for stage in kind.stages)
 
 
 def plan_timeline(
@@ -314,10 +430,12 @@ def placement_prediction(
     seats: StagePlacements | None = None,
     *,
     assumed: Sequence[str] = (),
+    ready_s: Sequence[float] | None = None,
 ) -> Prediction:
     """Return what given stages should do under a layout; without `seats` they sit alike.
 
-    `assumed` is what is not known of the run: its range is wider by it.
+    `assumed` is what is not known of the run: its range is wider by it.  `ready_s` [rank] are when
+    all ranks that hold its layers have ended their backwards, where these are not of this layout.
     """
     model, job = tables.model, tables.job
     seats = seats or alike(tables, layout)
@@ -330,12 +448,9 @@ def placement_prediction(
         _stage_seconds(seat.costs, of_stage)
         for seat, of_stage in zip(seats.stages, layers, strict=True)
     ]
-    run = rank_times(
-        layout.executed_schedule.name,
-        _stage_times(seats, layout, stages),
-        micro_batches=layout.micro_batches,
-        virtual_stages=layout.virtual_stages,
-    )
+    run = _stage_run(seats, layout, stages)
+    if ready_s is not None:
+        run = replace(run, finish_s=tuple(ready_s))
     capacities = [float(seat.accelerator.memory_bytes) for seat in seats.stages]
     home = rank_of_stage(
         layout.schedule, stages=layout.stages, virtual_stages=layout.virtual_stages
@@ -704,6 +819,16 @@ def _fill_stages(seconds: Sequence[float], stages: int, limit: float) -> tuple[i
             total += seconds[at]
         cuts.append(at)
     return None if at > 0 else tuple(reversed(cuts))
+
+
+def _stage_run(seats: StagePlacements, layout: Layout, stages: Sequence[StageSeconds]) -> RankTimes:
+    """Return when the ranks of stages of these seconds end."""
+    return rank_times(
+        layout.executed_schedule.name,
+        _stage_times(seats, layout, stages),
+        micro_batches=layout.micro_batches,
+        virtual_stages=layout.virtual_stages,
+    )
 
 
 def _stage_times(

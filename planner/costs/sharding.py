@@ -71,6 +71,18 @@ class Links:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineReplicas:
+    """Pipelines of a job that may be unlike, each with a whole copy of the model.
+
+    Gradients of a layer are summed over all of them when every pipeline has ended its backwards.
+    """
+
+    number: int
+    levels: Levels
+    """Levels of the ranks that hold the same layer, one of each pipeline."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingTraffic:
     """Sharding seconds of one unit: in each micro-batch's passes, and once per step.
 

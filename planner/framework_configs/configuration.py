@@ -29,6 +29,7 @@ from meshwright.planner.framework_configs import (
 )
 from meshwright.planner.framework_configs.exportable_plan import FrameworkPlan, for_all, own_text
 from meshwright.planner.frameworks.executable import rules_of
+from meshwright.planner.frameworks.native_limits import Rules
 from meshwright.planner.requests.request import Request
 
 
@@ -107,6 +108,17 @@ def usual_writer(plan: Plan, model: ModelGraph, cluster: ClusterSpec | None = No
     return next(able, framework)
 
 
+def _refusals(
+    plan: Plan, model: ModelGraph, cluster: ClusterSpec, rules: Rules
+) -> Iterator[str | None]:
+    """Yield why a framework does not run each kind of a plan's pipelines, on its own devices."""
+    for kind in plan.kinds:
+        names = {stage.group for stage in kind.stages}
+        groups = tuple(group for group in cluster.groups if group.name in names)
+        part = cluster.part(groups) if groups and plan.other_pipelines else cluster
+        yield rules(model, part, plan.job, kind.layout)
+
+
 def caveats(plan: Plan, model: ModelGraph, cluster: ClusterSpec) -> tuple[str, ...]:
     """Return the reasons for which a framework or its configuration does not have a plan.
 
@@ -116,7 +128,7 @@ def caveats(plan: Plan, model: ModelGraph, cluster: ClusterSpec) -> tuple[str, .
     if plan.read_from is not None:
         return ()
     request = Request.of_plan(plan, model, cluster)
-    reason = rules_of(request.framework)(model, cluster, plan.job, plan.layout)
+    reason = next(filter(None, _refusals(plan, model, cluster, rules_of(request.framework))), None)
     reasons = [] if reason is None else [reason.removeprefix(f"{request.framework.name}: ")]
     if is_written(base_of(plan.framework)):
         reasons += obstacles(plan, model, usual_writer(plan, model, cluster), cluster)

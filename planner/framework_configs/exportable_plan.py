@@ -123,6 +123,7 @@ _UNSUPPORTED = {
     **{axis.name: axis.exported for axis in LAYOUT_AXES if axis.exported is not None},
     "document_len": "attention stays within documents of {} tokens, which the data says there",
     "batch": "its batches are a script's own",
+    "other_pipelines": "its pipelines differ from one another",
 }
 """Refusals of the other fields, where a plan uses them."""
 

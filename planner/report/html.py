@@ -17,9 +17,15 @@ from meshwright.planner.catalog import rents
 from meshwright.planner.documents.units import GIB, bytes_text, count_text, seconds_text
 from meshwright.planner.report import svg
 from meshwright.planner.report.mesh_picture import axes_of, mesh_picture
-from meshwright.planner.report.text import layers_text, limited_text, recompute_text, why_text
+from meshwright.planner.report.text import (
+    all_stages,
+    layers_text,
+    limited_text,
+    pipelines_text,
+    recompute_text,
+    why_text,
+)
 from meshwright.planner.report.timeline_picture import left_out, timeline_key, timeline_picture
-from meshwright.planner.schedules.schedule import rank_of_stage
 from meshwright.planner.whatif.formatting import short_usd_text
 from meshwright.planner.whatif.pricing.economics import SECONDS_PER_DAY
 from meshwright.planner.whatif.pricing.offers import rent_of
@@ -85,6 +91,8 @@ def page(
         figures=figures,
         shades=timeline_key(timeline) if timeline is not None else [],
         hidden=left_out(timeline) if timeline is not None else 0,
+        stages=all_stages(plan),
+        pipelines=pipelines_text(plan) if plan.other_pipelines else "",
         layers_text=layers_text,
         recompute_text=recompute_text,
         seconds=seconds_text,
@@ -118,15 +126,21 @@ def memory_of_ranks(plan: Plan, prediction: Prediction) -> list[tuple[str, Stage
 
     Stages of one rank share its memory, which the prediction of each contains in full.
     """
-    each = plan.virtual_stages
-    homes = rank_of_stage(plan.schedule, stages=len(plan.stages), virtual_stages=each)
     rows = []
-    for rank in range(plan.mesh.pipeline):
-        stages_here = [stage for stage, home in enumerate(homes) if home == rank]
-        named = (
-            f"stage {stages_here[0]}" if each == 1 else f"stages {', '.join(map(str, stages_here))}"
-        )
-        rows.append((f"rank {rank}: {named}", prediction.stages[stages_here[0]]))
+    before = 0
+    for number, kind in enumerate(plan.kinds):
+        homes = [kind.rank_of_stage(stage) for stage in range(len(kind.stages))]
+        of_kind = f"pipelines {number}, " if plan.other_pipelines else ""
+        for rank in range(kind.mesh.pipeline):
+            stages_here = [stage for stage, home in enumerate(homes) if home == rank]
+            named = (
+                f"stage {before + stages_here[0]}"
+                if kind.virtual_stages == 1
+                else f"stages {', '.join(map(str, stages_here))}"
+            )
+            stage = prediction.stages[before + stages_here[0]]
+            rows.append((f"{of_kind}rank {rank}: {named}", stage))
+        before += len(homes)
     return rows
 
 

@@ -18,7 +18,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from meshwright.planner.costs.uncertainty import LAYOUT_ERROR, own_miss, words_notes
-from meshwright.planner.documents.plan import Job, PlacedLayer, Plan
+from meshwright.planner.documents.plan import Job, PlacedLayer, Plan, Stage
 from meshwright.planner.documents.prediction import Certificate, Prediction
 from meshwright.planner.documents.units import GIB, bytes_text, percent_text, seconds_text
 from meshwright.planner.frameworks.native_limits import CAVEAT_SOURCE
@@ -96,7 +96,8 @@ def answer_text(
     """
     facts = [
         Fact(label="plan", text=prediction.layout_text),
-        Fact(label="stages", text=stages_text(plan), detail=True),
+        *([Fact(label="pipelines", text=pipelines_text(plan))] if plan.other_pipelines else []),
+        Fact(label="stages", text="; ".join(map(stages_text, plan.kinds)), detail=True),
         *prediction_facts(prediction, whole=explain),
     ]
     if choices:
@@ -325,6 +326,23 @@ def proof_facts(certificate: Certificate, *, whole: bool = False) -> Iterator[Fa
         yield Fact(label="proof", text=text)
 
 
+def pipelines_text(plan: Plan) -> str:
+    """Return the numbers, depths, devices and micro-batches of the kinds of pipelines."""
+    texts = []
+    for kind in plan.kinds:
+        depth = len(kind.stages)
+        groups = dict.fromkeys(filter(None, (stage.group for stage in kind.stages)))
+        on = f" on {' and '.join(groups)}" if groups else ""
+        stages = f"{depth} stages" if depth > 1 else "1 stage"
+        texts.append(f"{kind.data_degree} of {stages}{on}: {kind.micro_batches} micro-batches each")
+    return "; ".join(texts)
+
+
+def all_stages(plan: Plan) -> list[Stage]:
+    """Return the stages of all kinds of pipelines in order, as predictions number them."""
+    return [stage for kind in plan.kinds for stage in kind.stages]
+
+
 def stages_text(plan: Plan) -> str:
     """Return the stages' layers, devices and recomputation, in one line."""
     sizes = [len(stage.layers) for stage in plan.stages]
@@ -356,13 +374,14 @@ def plan_table(plan: Plan, prediction: Prediction | None = None) -> Table:
     figures = ["forward", "backward", "peak memory", "of"] if prediction is not None else []
     right = range(len(columns), len(columns) + len(figures))
     table = plain_table(*columns, *figures, right=right)
-    rows = [_stage_cells(plan, prediction, index) for index in range(len(plan.stages))]
-    many = len(plan.stages) > MOST_STAGES
-    sizes = [len(stage.layers) for stage in plan.stages]
+    stages = all_stages(plan)
+    rows = [_stage_cells(plan, prediction, at, stage) for at, stage in enumerate(stages)]
+    many = len(stages) > MOST_STAGES
+    sizes = [len(stage.layers) for stage in stages]
     keys = [(row, sizes[index]) if many else index for index, row in enumerate(rows)]
     for _, group in groupby(range(len(rows)), key=keys.__getitem__):
         run = list(group)
-        layers = layers_text([item for at in run for item in plan.stages[at].layers])
+        layers = layers_text([item for at in run for item in stages[at].layers])
         named, count = f"{run[0]}", len(run)
         if count > 1:
             named = f"{run[0]}-{run[-1]}"
@@ -380,10 +399,9 @@ def plan_table(plan: Plan, prediction: Prediction | None = None) -> Table:
 
 
 def _stage_cells(
-    plan: Plan, prediction: Prediction | None, index: int
+    plan: Plan, prediction: Prediction | None, index: int, stage: Stage
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return a stage's devices where they differ and its recompute, and its seconds."""
-    stage = plan.stages[index]
     on = (stage.group or shares_text(plan),) if plan.groups else ()
     choices = (*on, recompute_text(stage.layers))
     if prediction is None:

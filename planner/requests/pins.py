@@ -45,6 +45,8 @@ gradients, and frozen weights in 4 bits change the arithmetic of training.  Offl
 the search takes longer.  Asynchronous tensor parallelism needs devices that share memory, which no
 cluster document states.  No device has run captured graphs yet.  Options of another framework need
 libraries and releases that a cluster may not have."""
+PipelineKinds = Literal["alike", "unlike"]
+"""Data-parallel pipelines: all the same, or others on each group of devices."""
 SHORT_NAMES = {
     "tp": "tensor",
     "cp": "context",
@@ -60,6 +62,7 @@ SHORT_NAMES = {
     "activations": "activations",
     **{axis.short: axis.name for axis in LAYOUT_AXES},
     "order": "order",
+    "pipelines": "pipelines",
 }
 LONGEST_NUMBER = 12
 """Digits of a number that counts devices."""
@@ -67,6 +70,7 @@ WORDS: dict[str, Collection[str]] = {
     "schedule": SCHEDULES,
     "recompute": get_args(Recompute),
     "activations": get_args(Activations),
+    "pipelines": get_args(PipelineKinds),
     **{axis.name: axis.values for axis in LAYOUT_AXES if axis.values},
 }
 AXES: dict[str, tuple[Axis, ...]] = {
@@ -119,6 +123,8 @@ class Pins:
     graphs: Graphs | None = None
     order: tuple[Axis, ...] | None = None
     """All axes, the innermost first."""
+    pipelines: PipelineKinds | None = None
+    """Pipelines that are alike, or that may differ from one group of devices to another."""
     divided: frozenset[Axis] = frozenset()
     """Axes that have more than one rank."""
     allowed: frozenset[Allowance] = frozenset()

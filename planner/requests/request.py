@@ -274,6 +274,11 @@ def pinned_layout(request: Request, *, idle: int | None = None) -> Layout:
     number is named; a layout that takes all devices leaves none, as on a part of a cluster.
     """
     cluster, job, pins = request.cluster, request.job, request.pins
+    if pins.pipelines == "unlike":
+        raise DocumentError(
+            "layout",
+            "pipelines=unlike: a layout is of one kind of pipelines; predict a plan's file",
+        )
     tensor, pipeline = pins.tensor or 1, pins.pipeline or 1
     context, expert = pins.context or 1, pins.expert or 1
     used = cluster.devices - (idle or 0)

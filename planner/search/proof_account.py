@@ -62,6 +62,7 @@ UNSEARCHED = (
     "loss chunks of other lengths",
     f"context degrees above {LARGEST_CONTEXT}",
     "uneven shares of like layers among a rank's stages",
+    "pipelines that differ within a group of devices, or with divided states",
     "other places of the expert axis",
     "ZeRO-3 that gathers more than one unit ahead, or in groups other than a node",
     "fp8 with a scale for each row",
@@ -109,6 +110,21 @@ def space_text(framework: Framework) -> str:
     return f"; of {framework.name}, {' and '.join(texts)}" if texts else ""
 
 
+def unlike_text(configurations: int) -> str:
+    """Return what pipelines that differ are among the configurations; nothing where none are.
+
+    >>> unlike_text(2436).split(",")[0:2], unlike_text(0)
+    (['; of 2', '436 configurations pipelines differ from one group of devices to another'], '')
+    """
+    if not configurations:
+        return ""
+    return (
+        f"; of {configurations:,} configurations pipelines differ from one group of devices to "
+        "another, those of one group having the same stages, whole states and micro-batches that "
+        "differ by one at most"
+    )
+
+
 def certificate_of(
     account: PruningStatistics,
     framework: Framework,
@@ -118,8 +134,12 @@ def certificate_of(
     lower_bound_s: float,
     looked_at: Mapping[str, int],
     runners_up: Sequence[Loser],
+    unlike: int = 0,
 ) -> Certificate:
-    """Return the proof that no plan simulates below a bound, beside the fastest of `finalists`."""
+    """Return the proof that no plan simulates below a bound, beside the fastest of `finalists`.
+
+    Of `unlike` configurations pipelines differ from one group of devices to another.
+    """
     fastest = finalists[0]
     step_s = fastest.step_time_s
     bound_s = min(lower_bound_s, step_s)
@@ -128,7 +148,7 @@ def certificate_of(
         statement=_statement(step_s, bound_s, total),
         model=f"the simulated step of plans in which {EXACT}; tensors have the device's memory, "
         "less the process's own, divided by memory.tight of the "
-        f"framework{space_text(framework)}",
+        f"framework{space_text(framework)}{unlike_text(unlike)}",
         solver=solver,
         optimal=bool(bound_s >= step_s * (1 - PROVEN)),  # bounds of arrays are numpy numbers
         objective_s=step_s,

@@ -113,6 +113,8 @@ class SearchSpace(ABC):
     """True if layouts that tie, or are the best of their kind, are wanted as finalists too."""
     passed_over_s = math.inf
     """Lower bound in seconds of layouts that others like them stand for."""
+    only_simulated = False
+    """True if layouts are looked at by the simulated step alone, where others have a plan."""
     groups = 1
     """Levels of groups; the next is that of layouts with the bound of their group."""
 

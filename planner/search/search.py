@@ -137,8 +137,11 @@ def search(
         store,
         fewest_groups=fewest_groups,
         likely=top == 1,
+        unlike=solver == "exact",
     ):
         spaces.append(space)
+        if space.only_simulated and goal.found:
+            continue
         queue.run(space)
         for solution in getattr(space, "first", ()):
             goal.offer(space, solution)
@@ -194,6 +197,8 @@ class _Proof:
         self._optimum = start[0]
         self._plans: list[tuple[Any, Ranked]] = [(None, candidate) for candidate in start]
         self.looked_at: Counter[str] = Counter()
+        self.unlike = 0
+        """Configurations whose pipelines differ from one group of devices to another."""
 
     def finalists(self) -> list[Ranked]:
         """Return the fastest plan of each layout that was simulated, fastest first.
@@ -260,6 +265,7 @@ class _Proof:
             lower_bound_s=lower_bound_s,
             looked_at=self.looked_at,
             runners_up=runners_up,
+            unlike=self.unlike,
         )
 
 
@@ -294,6 +300,7 @@ def _prove(
     for plan in every:
         queue.run(plan)
         proof.looked_at.update(plan.tried.looked_at)
+        proof.unlike += plan.unlike
     return proof
 
 
@@ -362,6 +369,12 @@ def check_request(request: Request, solver: str) -> None:
             f"{asked}: {model.name} gets one stage a rank; several share a long run of like "
             f"layers, which it does not have. Leave it out, or ask for one of {single}",
         )
+    if request.pins.pipelines == "unlike" and not cluster.is_mixed:
+        raise DocumentError(
+            "fix",
+            "pipelines=unlike: pipelines differ from one group of devices to another, and those of "
+            f"{request.cluster_name} are all alike; leave it out",
+        )
     if base_of(name) == "native":
         return
     a = model.architecture
@@ -386,16 +399,22 @@ def spaces_of(
     degrees: Sequence[Degrees] | None = None,
     fewest_groups: int = 1,
     likely: bool = False,
+    unlike: bool = False,
 ) -> Iterator[SearchSpace]:
     """Yield the spaces of a request in the order in which they are looked at.
 
     An `effort` is what graphs of several requests share, of which any split will do; `degrees` are
     those that are of interest where devices are alike, by default all.  With `likely` those are
-    left out of many that cannot be the fastest.
+    left out of many that cannot be the fastest, and with `unlike` there are pipelines that differ
+    from one group of devices to another.
     """
     by_program = solver == "ilp"
+    if request.pins.pipelines == "unlike" and not request.cluster.is_mixed:
+        return
     if request.cluster.is_mixed:
-        yield from _of_groups(request, fewest_groups, by_program=by_program, likely=likely)
+        yield from _of_groups(
+            request, fewest_groups, by_program=by_program, likely=likely, unlike=unlike
+        )
         return
     for recompute in recomputes_of(request.model, request.space, request.pins.recompute):
         candidates = candidates_of(request, rules, recompute, candidates_before, store, degrees)
@@ -414,7 +433,7 @@ def spaces_of(
 
 
 def _of_groups(
-    request: Request, fewest: int, *, by_program: bool, likely: bool
+    request: Request, fewest: int, *, by_program: bool, likely: bool, unlike: bool
 ) -> Iterator[SearchSpace]:
     """Yield the layouts of every set of at least the `fewest` groups, the largest first.
 
@@ -424,13 +443,20 @@ def _of_groups(
     from meshwright.planner.search.bounds.mixed_device_bounds import GroupCandidates  # noqa: PLC0415
     from meshwright.planner.search.spaces.mixed import FirstStep, GraphSpace, MixedSpace  # noqa: PLC0415
     from meshwright.planner.search.spaces.shares import ShareSpace  # noqa: PLC0415
+    from meshwright.planner.search.spaces.unlike_pipelines import UnlikeSpace  # noqa: PLC0415
 
     cluster, first = request.cluster, FirstStep() if likely and not by_program else None
     for count in range(len(cluster.groups), fewest - 1, -1):
         for groups in itertools.combinations(cluster.groups, count):
             candidates = GroupCandidates(request.on_groups(groups), cluster)
+            if request.pins.pipelines == "unlike":
+                if unlike and candidates.cluster.is_mixed:
+                    yield UnlikeSpace(candidates)
+                continue
             # A requirement speaks of the stages of a pipeline.
             if candidates.cluster.is_mixed and not request.pins.require:
                 yield ShareSpace(candidates)
             along = GraphSpace if request.model.edges else MixedSpace
             yield along(candidates, by_program=by_program, likely=first)
+            if unlike and candidates.cluster.is_mixed:
+                yield UnlikeSpace(candidates)

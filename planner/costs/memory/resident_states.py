@@ -214,7 +214,12 @@ class ExpertShard:
 class ResidentStates:
     """States of a model's layers that ranks hold, for any layout."""
 
-    def __init__(self, model: ModelGraph, job: Job, framework: Framework) -> None:
+    def __init__(
+        self, model: ModelGraph, job: Job, framework: Framework, replicas: int | None = None
+    ) -> None:
+        """`replicas` is the number of pipelines of a job that may be unlike; None: they are alike,
+        and a layout says how many there are."""
+        self._replicas = replicas
         self._model = model
         self._job = job
         self._framework = framework
@@ -273,8 +278,8 @@ class ResidentStates:
             types=self._types[layout.zero],
             zero=layout.zero,
             shard=layout.data_shard * layout.context,
-            data=layout.data * layout.context,
-            pipelined=layout.pipeline > 1,
+            data=(self._replicas or layout.data) * layout.context,
+            pipelined=layout.pipeline > 1 or self._replicas is not None,
             accumulated=layout.micro_batches > 1,
             captured=layout.graphs != "none",
             offload="optimizer" if self._paged and layout.offload == "none" else layout.offload,

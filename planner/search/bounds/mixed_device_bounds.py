@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -58,8 +58,11 @@ an integer program."""
 class GroupCandidates:
     """The layouts of a request that use each of its groups whole, and what they cost."""
 
-    def __init__(self, request: Request, whole: ClusterSpec | None = None) -> None:
-        """`whole` is the cluster whose groups these are, if it has others too."""
+    def __init__(
+        self, request: Request, whole: ClusterSpec | None = None, costs: GroupCosts | None = None
+    ) -> None:
+        """`whole` is the cluster whose groups these are, if it has others too; `costs` are those of
+        the request, if they are known."""
         self.request = request
         self.model = request.model
         self.cluster = request.cluster
@@ -68,7 +71,7 @@ class GroupCandidates:
         self.whole_cluster = whole or request.cluster
         self.recompute = request.pins.recompute
         self.activations = activations(request.cluster, request.pins)
-        self.group_costs = GroupCosts(request, self.activations)
+        self.group_costs = costs or GroupCosts(request, self.activations)
         self.frontiers = FrontierStore()
         self._known_s: dict[tuple[object, ...], tuple[Floats, Floats]] = {}
         """Seconds of passes, by what they depend on (`_divided`)."""
@@ -297,6 +300,16 @@ class GroupCandidates:
         if _computation_key(layout) not in self._known_s:
             self._work_out([layout])
         return self._known_s[_computation_key(layout)]
+
+    def know_passes(self, layouts: Iterable[Layout]) -> None:
+        """Work `passes_s` of layouts out together."""
+        new = [layout for layout in layouts if _computation_key(layout) not in self._known_s]
+        if new:
+            self._work_out(new)
+
+    def keep_passes(self, layout: Layout, times_s: Floats, credits_s: Floats) -> None:
+        """Let `passes_s` of a layout be these [group, kind], which are known."""
+        self._known_s[_computation_key(layout)] = times_s, credits_s
 
     def _work_out(self, layouts: Sequence[Layout]) -> None:
         """Work `passes_s` of many layouts out together."""

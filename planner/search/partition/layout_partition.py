@@ -29,6 +29,7 @@ from meshwright.planner.documents.axes import axes_of
 from meshwright.planner.documents.plan import (
     Layout,
     Mesh,
+    OtherPipelines,
     PlacedLayer,
     Plan,
     PlannedGroup,
@@ -267,8 +268,12 @@ def plan_with(
     step_s: float,
     groups: tuple[PlannedGroup, ...] | None = None,
     shares: tuple[Share, ...] | None = None,
+    others: tuple[OtherPipelines, ...] | None = None,
 ) -> Plan:
-    """Return the plan of a layout with these stages; ranks wait ten times `step_s` for others."""
+    """Return the plan of a layout with these stages; ranks wait ten times `step_s` for others.
+
+    `others` are pipelines that differ from those of the layout.
+    """
     job = request.job
     return Plan(
         model=PlannedModel.of(request.model),
@@ -305,4 +310,5 @@ def plan_with(
         stages=stages,
         groups=groups,
         shares=shares,
+        other_pipelines=others,
     )

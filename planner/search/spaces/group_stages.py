@@ -35,7 +35,7 @@ from meshwright.planner.solver.graph_instance import (
 if TYPE_CHECKING:
     from meshwright.planner.costs.group_costs import GroupCosts
     from meshwright.planner.documents.model import ModelGraph
-    from meshwright.planner.documents.plan import Layout, Plan
+    from meshwright.planner.documents.plan import Layout, Plan, Stage
     from meshwright.planner.search.goals import SplitSolution
     from meshwright.planner.search.spaces.groups import GroupSpace
     from meshwright.planner.solver.partition_problem import Instance
@@ -226,6 +226,17 @@ def _exposed_s(layout: Layout, tables: CostTables, back_s: float) -> list[float]
 
 def plan_of_split(space: GroupSpace, split: SplitSolution[GraphSolution]) -> Plan:
     """Return the plan that a solution describes."""
+    return plan_with(
+        space.request,
+        split.layout,
+        stages_of_split(space, split),
+        step_s=split.objective_s,
+        groups=space.planned_groups,
+    )
+
+
+def stages_of_split(space: GroupSpace, split: SplitSolution[GraphSolution]) -> tuple[Stage, ...]:
+    """Return the stages of a plan that a solution describes."""
     layout, group_of_rank = split.layout, split.split.stage_types
     home = rank_of_stage(
         layout.schedule, stages=layout.stages, virtual_stages=layout.virtual_stages
@@ -233,17 +244,11 @@ def plan_of_split(space: GroupSpace, split: SplitSolution[GraphSolution]) -> Pla
     names = [name for name, _ in space.ordered.chain]
     placed = (_split_shares if layout.virtual_stages > 1 else _consecutive)(space, split)
     groups = space.planned_groups
-    return plan_with(
-        space.request,
-        layout,
-        tuple(
-            stage_of(
-                ((names[at], cost) for at, cost in layers), group_of_rank[rank] if groups else None
-            )
-            for layers, rank in zip(placed, home, strict=True)
-        ),
-        step_s=split.objective_s,
-        groups=groups,
+    return tuple(
+        stage_of(
+            ((names[at], cost) for at, cost in layers), group_of_rank[rank] if groups else None
+        )
+        for layers, rank in zip(placed, home, strict=True)
     )
 
 

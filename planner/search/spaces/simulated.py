@@ -63,6 +63,8 @@ class BySimulation(SearchSpace):
     """The last bound of a layout is what its splits, which are tried, leave unproven."""
 
     keeps_ties = False
+    unlike = 0
+    """Number of layouts whose pipelines differ from one group of devices to another."""
     tried: Tried
 
     def may_refine(self, level: int) -> bool:

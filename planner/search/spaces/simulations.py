@@ -61,6 +61,8 @@ from meshwright.planner.search.spaces.mixed import GraphSpace
 from meshwright.planner.search.spaces.shares import ShareSpace
 from meshwright.planner.search.spaces.simulated import BySimulation, Tried, bound_of
 from meshwright.planner.search.spaces.simulated_mixed import SimulatedMixed
+from meshwright.planner.search.spaces.simulated_unlike import SimulatedUnlike
+from meshwright.planner.search.spaces.unlike_pipelines import UnlikeSpace
 from meshwright.planner.solver.graphs.ideals import ideals
 
 if TYPE_CHECKING:
@@ -219,17 +221,19 @@ class SimulatedShares(BySimulation, ShareSpace):
 
 def simulated_spaces(
     spaces: Sequence[Any], goal: SimulatedStepGoal, closed_form_s: float
-) -> list[SimulatedShares | SimulatedMixed]:
+) -> list[SimulatedShares | SimulatedUnlike | SimulatedMixed]:
     """Return the layouts of some spaces by what they simulate.
 
     None of them takes less than `closed_form_s` in the closed form.
     """
-    every: list[SimulatedShares | SimulatedMixed] = []
+    every: list[SimulatedShares | SimulatedUnlike | SimulatedMixed] = []
     for space in spaces:
         if isinstance(space, GraphSpace):
             # Many downsets have no program, and each of their problems takes seconds.
             tried = Tried(goal, further=places_of(space.ordered) is not None)
             every.append(SimulatedGraph(space, tried, closed_form_s))
+        elif isinstance(space, UnlikeSpace):
+            every.append(SimulatedUnlike(space, Tried(goal, further=True)))
         elif isinstance(space, ShareSpace):
             every.append(SimulatedShares(space, Tried(goal)))
         else:
@@ -288,10 +292,12 @@ def look_near(every: Sequence[Any], goal: SimulatedStepGoal, plans: Sequence[Ran
 
 
 def _is_of(space: SimulatedMixed, plan: Plan) -> bool:
-    """Tell whether a plan is on the cluster of a space, and uses all of its groups."""
+    """Tell whether a plan is on the cluster of a space, uses all of its groups, and its pipelines
+    are alike."""
     groups = {stage.group for stage in plan.stages}
     return (
-        plan.groups == space.closed_form.planned_groups
+        plan.other_pipelines is None
+        and plan.groups == space.closed_form.planned_groups
         and {group.name for group in space.cluster.groups} == groups
     )
 

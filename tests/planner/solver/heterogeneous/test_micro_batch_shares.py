@@ -7,7 +7,12 @@ import random
 
 import pytest
 
-from meshwright.planner.solver.heterogeneous.micro_batch_shares import Replica, fastest_shares
+from meshwright.planner.solver.heterogeneous.micro_batch_shares import (
+    MonotonePace,
+    Replica,
+    fastest_counts,
+    fastest_shares,
+)
 
 
 def step_s(replicas: list[Replica], shares: tuple[int, ...]) -> float:
@@ -51,3 +56,35 @@ def test_a_replica_must_take_time(steady_s: float) -> None:
 def test_no_replicas_cannot_share() -> None:
     with pytest.raises(ValueError, match="at least one replica"):
         fastest_shares([], 4)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_counts_of_pipelines_end_sooner(seed: int) -> None:
+    rng = random.Random(seed)
+    numbers = [rng.randint(1, 2) for _ in range(rng.randint(1, 3))]
+    total = sum(numbers) + rng.randint(0, 5)
+    steps = [
+        list(itertools.accumulate(rng.uniform(0.0, 2.0) for _ in range(total))) for _ in numbers
+    ]
+
+    counts = fastest_counts(
+        [
+            (number, MonotonePace(lambda count, ends=ends: ends[count - 1], most=total))
+            for number, ends in zip(numbers, steps, strict=True)
+        ],
+        total,
+    )
+
+    assert counts is not None
+    assert [sum(each.number for each in of_group) for of_group in counts] == numbers
+    assert sum(each.number * each.micro_batches for g in counts for each in g) == total
+    every = [ends for number, ends in zip(numbers, steps, strict=True) for _ in range(number)]
+    least = min(
+        max(ends[count - 1] for ends, count in zip(every, each, strict=True))
+        for each in itertools.product(range(1, total + 1), repeat=len(every))
+        if sum(each) == total
+    )
+    chosen = max(
+        ends[of_group[0].micro_batches - 1] for ends, of_group in zip(steps, counts, strict=True)
+    )
+    assert chosen == pytest.approx(least)
