@@ -182,7 +182,7 @@ class Paces:
         seed: int = 0,
     ) -> None:
         """Each rank's work is uneven by `jitter`; `wire_s` is what every rank waits."""
-        self._ranks = range(plan.mesh.devices)
+        self._ranks = range(plan.ranks)
         self._wire_s, self._jitter = wire_s, jitter
         self._rng = random.Random(seed)
         prediction = Prediction(

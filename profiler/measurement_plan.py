@@ -132,7 +132,7 @@ def used(
     """
     values: dict[tuple[Degrees, int, Recompute, bool], float] = {}
     for value, plan in plans:
-        for item in (item for stage in plan.stages for item in stage.layers):
+        for item in (item for stage in plan.all_stages for item in stage.layers):
             for compiled in {False, plan.compile == "block"}:
                 key = (degrees_of(plan), plan.micro_batch, item.recompute, compiled)
                 values[key] = max(value, values.get(key, 0.0))

@@ -132,7 +132,7 @@ def _smaller(machine: ClusterSpec, left: int, each: int | None) -> Iterator[Clus
 
 def _allowances(wanted: Plan) -> frozenset[Allowance]:
     """Return the allowances that the plan uses already."""
-    treated = {item.activations for stage in wanted.stages for item in stage.layers}
+    treated = {item.activations for stage in wanted.all_stages for item in stage.layers}
     allowed: set[Allowance] = set()
     for word in get_args(Allowance):
         chosen = [axis for axis in LAYOUT_AXES if axis.allowance == word]

@@ -1017,6 +1017,12 @@ class Plan(Document):
         return tuple(ranks)
 
     @property
+    def all_stages(self) -> tuple[Stage, ...]:
+        """Stages of all kinds of pipelines, one kind behind the other."""
+        others = (stage for kind in self.other_pipelines or () for stage in kind.stages)
+        return (*self.stages, *others)
+
+    @property
     def most_micro_batches(self) -> int:
         """Micro-batches of all data ranks in a step; shares count as if all were the largest."""
         return sum(kind.data_degree * kind.micro_batches for kind in self.kinds)

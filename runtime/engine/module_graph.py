@@ -485,8 +485,7 @@ def runs_again(plan: Plan, *, twice: bool) -> bool:
 
 def is_recomputed(plan: Plan) -> bool:
     """Tell whether some layer runs again in backward."""
-    stages = [stage for kind in plan.kinds for stage in kind.stages]
-    return any(item.recompute != "none" for stage in stages for item in stage.layers)
+    return any(item.recompute != "none" for stage in plan.all_stages for item in stage.layers)
 
 
 def changes_by_samples(

@@ -354,6 +354,8 @@ def test_every_field_of_a_plan_is_a_field_of_the_rows() -> None:
     of_plan = {set_by_rows.get(name, name) for name in Plan.model_fields}
     no_choice = {"format", "model", "cluster", "framework", "seq_len", "global_batch", "mesh"}
     no_choice |= {"training", "timeout_s", "groups", "shares", "batch"}
+    # Which rows go beside which: tests/runtime/test_unlike_pipelines.py.
+    no_choice |= {"other_pipelines"}
     # Where an imported plan comes from, and what was not understood of it.
     no_choice |= {"read_from", "not_understood"}
     # What other frameworks alone execute; planner/frameworks/native_limits.py refuses it by name.

@@ -6,8 +6,10 @@ The oracles share no code with the runtime: transformers' own classes in a plain
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
+import random
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,27 +19,33 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
 from meshwright.planner.documents.plan import Mesh, Plan
-from meshwright.planner.errors import LaunchError
+from meshwright.planner.errors import DocumentError, LaunchError
+from meshwright.planner.schedules import SCHEDULES
 from meshwright.runtime.checkpoint.weight_export import to_huggingface
 from meshwright.runtime.core.auxiliary_loss import batch_sum
 from meshwright.runtime.core.global_batch_loss import whole_batch
 from meshwright.runtime.core.mesh import place_of
 from meshwright.runtime.engine.engine import Engine
+from meshwright.runtime.engine.unsupported import unsupported_reason
 from meshwright.runtime.launch import launch as launching
 from meshwright.runtime.launch.training_loop import token_engine
 from meshwright.runtime.optim.replica_check import ReplicaDrifted
 from meshwright.runtime.parallel.holders import holders_of
 from meshwright.runtime.tracing.stage import step_seed, unit_seed
 from tests.parts import some_and_others
-from tests.runtime import cases, library_rows
+from tests.runtime import cases, combinations, library_rows
+from tests.runtime.combinations import Row, bound
 from tests.runtime.library_rows import ROUND_OFFS, TRAINING, OnCrew, apart, launched_plan
 from tests.runtime.ranks import Crew, on_ranks
+from tests.runtime.runs import errors, train_all
 from tests.runtime.test_against_transformers import BOUNDS
+from tests.runtime.test_matrix import alone, ready
 
 PART_OF_A_STEP = 0.1
 """Largest part of AdamW's full step by which a weight is off after all steps.  A gradient that is
@@ -98,7 +106,7 @@ CASES = (
     Case(kinds=((1, 4, (5,)), (1, 2, (5,)))),
     Case(kinds=((1, 4, (2, 3)), (1, 2, (5,))), name="mixtral"),
 )
-SOME = [CASES[0], CASES[1]]
+SOME = [CASES[1]]
 
 
 @pytest.fixture(autouse=True)
@@ -181,6 +189,88 @@ def test_a_run_goes_on_under_another_plan(
 
     wanted = library_rows.expected(case.folder, unlike.global_batch, half=False, stale=False)
     assert apart(found.losses, wanted.losses[3:]) < BOUNDS["fp32"].loss
+
+
+# --- with all else that a plan can say ---------------------------------------------------------
+
+
+ROWS, MOST_RANKS = 46, 6
+MIXED_CHOICES = ("recompute", "activations", "loss", "precision", "family", "documents")
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """A row with pipelines of other kinds beside its own."""
+
+    row: Row
+    others: tuple[Pipelines, ...]
+
+    def plan(self) -> Plan:
+        return cases.unlike(self.row.plan(), *self.others, recompute=self.row.recompute)
+
+
+@functools.cache
+def mixed_rows(count: int) -> tuple[Mixed, ...]:
+    """Return rows with random choices, each with one or two kinds of other pipelines beside it."""
+    rng, table = random.Random(0), combinations.choices()
+    found: list[Mixed] = []
+    while len(found) < count:
+        row = Row(
+            pipeline=rng.randint(1, 3),
+            data_replicate=rng.randint(1, 2),
+            tensor=rng.choice((1, 1, 2)),
+            schedule=rng.choice([(name, 1) for name in SCHEDULES]),
+            several=rng.random() < 0.8,
+            outside_in=rng.random() < 0.3,
+            uneven=rng.random() < 0.3,
+            tied=rng.random() < 0.4,
+            **{name: rng.choice(table[name]) for name in MIXED_CHOICES},
+        )
+        if row.recompute == combinations.MIXED or combinations.reason(row) is not None:
+            continue
+        layers = len(row.graph().chain)
+        others = tuple(
+            (rng.randint(1, 2), rng.randint(1, 3), random_cuts(rng, layers, row))
+            for _ in range(rng.randint(1, 2))
+        )
+        with contextlib.suppress(DocumentError, ValidationError):
+            mixed = Mixed(row, others)
+            plan = mixed.plan()
+            if plan.ranks <= MOST_RANKS and unsupported_reason(plan, row.graph()) is None:
+                found.append(mixed)
+    return tuple(found)
+
+
+def random_cuts(rng: random.Random, layers: int, row: Row) -> tuple[int, ...]:
+    """Return numbers of layers of up to three stages, of which some schedules take no one."""
+    depth = rng.randint(1, min(3, layers)) if row.pipeline > 1 else 1
+    ends = sorted(rng.sample(range(1, layers), depth - 1))
+    return tuple(end - begin for begin, end in zip([0, *ends], [*ends, layers], strict=True))
+
+
+def mixed_errors(mixed: Mixed) -> str | None:
+    """Return how far it trains from one process, where that is more than its bound."""
+    plan, row, steps = mixed.plan(), mixed.row, 3
+    wanted = alone(
+        (row.model, row.precision, row.scales, row.document_len, plan.global_batch), steps
+    )
+    runs = on_ranks(plan.ranks, train_all, [(row.text, plan, row.graph())], steps)
+    found = errors([run for ((run, _),) in runs], wanted)
+    alike = len({str((run.losses, run.norms)) for ((run, _),) in runs}) == 1
+    within = all(found[name] <= value for name, value in bound(row)._asdict().items())
+    return None if within and alike else f"{plan.layout_text}, {row.text}: {found}, {alike}"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(part, marks=pytest.mark.matrix) for part in range(1, 10))]
+)
+def test_unlike_pipelines_go_with_all_else_that_a_plan_can_say(part: int) -> None:
+    rows = mixed_rows(1) if part == 0 else mixed_rows(ROWS)[1:][part - 1 :: 9]
+    for family in {mixed.row.family for mixed in rows} & {*cases.COVERED}:
+        ready(family)
+
+    assert [text for mixed in rows if (text := mixed_errors(mixed))] == []
 
 
 # --- what ranks hold together -------------------------------------------------------------------

@@ -170,6 +170,7 @@ def cut_at(*sizes: int, groups: Sequence[str] = ()) -> list[dict[str, Any]]:
     ]
 
 
+THREE_STAGES = {"data": 1, "micro_batches": 4, "stages": cut_at(2, 4)}
 NO_LAYERS = [*cut_at(), {"layers": []}]
 
 
@@ -199,6 +200,23 @@ def test_pipelines_that_differ_number_ranks_and_samples_kind_by_kind() -> None:
         0, 0, 1, 1, 0, 0
     ]  # fmt: skip
     assert [wanted.coordinate(rank, "data_replicate") for rank in (2, 8, 10, 12)] == [1, 0, 1, 2]
+
+
+def test_stages_of_all_kinds_are_numbered_one_behind_the_other() -> None:
+    whole = {"data": 3, "micro_batches": 1, "stages": cut_at()}
+    wanted = unlike(other_pipelines=[whole, THREE_STAGES], global_batch=22 + 2 * 4)
+    virtual = plan(schedule="zbv", virtual_stages=2, stages=cut_at(1, 2, 3))
+
+    firsts = [wanted.first_stage(rank) for rank in (0, 4, 8, 14, 16, 18)]
+
+    assert firsts == [0, 1, 2, 3, 4, 5]
+    assert [wanted.pipeline_rank(rank) for rank in (0, 4, 8, 14, 16, 18)] == firsts
+    assert wanted.pipeline_ranks == (0, 1, 2, 3, 4, 5)
+    assert virtual.pipeline_ranks == (0, 1, 1, 0)
+    assert [virtual.first_stage(rank) for rank in (0, 2)] == [0, 1]
+    assert (wanted.most_micro_batches, plan().most_micro_batches) == (15, 8)
+    assert wanted.is_cut
+    assert not plan(mesh={"data_shard": 2}, stages=cut_at()).is_cut
 
 
 def test_each_kind_of_pipelines_is_a_plan_as_if_it_were_alone() -> None:
@@ -273,10 +291,13 @@ def test_each_kind_of_pipelines_has_the_layers_of_the_model_in_order() -> None:
     turned = [{"layers": [{"layer": name} for name in reversed(LAYERS)]}]
 
     unlike().check_model(MODEL)
-    with pytest.raises(DocumentError, match=r"other_pipelines\[0\]\.stages: layer 0 is"):
-        unlike(other_pipelines=[{"data": 3, "micro_batches": 1, "stages": turned}]).check_model(
-            MODEL
-        )
+    with pytest.raises(DocumentError, match=r"other_pipelines\[0\]\.stages: .* stands elsewhere"):
+        unlike(other_pipelines=[{"data": 3, "micro_batches": 1, "stages": turned}])
+    with pytest.raises(DocumentError, match=r"^stages: layer 0 is 'head'"):
+        unlike(
+            stages=[{"layers": turned[0]["layers"][:2]}, {"layers": turned[0]["layers"][2:]}],
+            other_pipelines=[{"data": 3, "micro_batches": 1, "stages": turned}],
+        ).check_model(MODEL)
 
 
 def test_a_plan_for_another_model_is_refused() -> None:

@@ -10,6 +10,7 @@ import pytest
 from benchmarks.survival import Paces
 from meshwright.runtime.resilience.heartbeat import BEACONS, Beacon, beacons, own_seconds
 from meshwright.runtime.resilience.straggler_detector import STEPS, WINDOW, WINDOWS
+from tests.runtime.cases import unlike
 from tests.runtime.rooms import plan_of
 
 FOUR = plan_of(data=4)
@@ -84,6 +85,22 @@ def test_a_stage_of_one_rank_is_compared_with_its_own_first_steps() -> None:
     assert "rank 1 (stage 1) works" in named[0].text
     assert "and at first " in named[0].text
     assert [drift for drift in unequal if drift.cause.startswith("straggler")] == []
+
+
+def test_ranks_are_compared_with_those_of_their_own_kind_of_pipelines() -> None:
+    """Ranks 0 to 3 are two pipelines of two stages, stage by stage, 4 and 5 hold whole models."""
+    plan = unlike(plan_of(data=2, pipeline=2), (2, 1, (4,)))
+    usual_s = (0.8, 0.8, 0.7, 0.7, 1.5, 1.5)
+
+    def work_s(rank: int, step: int) -> tuple[float, float]:
+        return 0.0, usual_s[rank] * (1.1 if rank == 5 and step > 200 else 1.0)
+
+    found = Paces(plan, jitter=0.02).live(1000, work_s)
+
+    named = [drift for drift in found if drift.cause.startswith("straggler")]
+    assert [(drift.rank, drift.stage) for drift in named] == [(5, 2)]
+    assert "rank 5 (stage 2) works" in named[0].text
+    assert "others with equal work " in named[0].text
 
 
 @pytest.mark.parametrize(("ranks", "nodes"), [(2, 2), (4, 2), (4, 4)])

@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 
 from meshwright.planner.documents.events import Expected, StepRecord
-from meshwright.planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
+from meshwright.planner.documents.plan import (
+    Mesh,
+    OtherPipelines,
+    PlacedLayer,
+    Plan,
+    PlannedModel,
+    Stage,
+)
 from meshwright.planner.documents.prediction import Prediction, StagePrediction
 from meshwright.planner.whatif.pricing.survival import RunSeconds
 from meshwright.render.text import goodput_parts
@@ -65,6 +72,21 @@ def test_a_step_takes_as_long_as_its_slowest_rank_once_warm() -> None:
     assert run.step_time_spread == pytest.approx((3.0 - 2.0) / 2.0)
     assert run.tokens_per_s == pytest.approx(4 * 10 / 2.0)
     assert [stage.peak_memory_bytes for stage in run.stages] == [700, 900]
+
+
+def test_stages_of_all_kinds_of_pipelines_are_reported_in_order() -> None:
+    stages = (Stage(layers=tuple(PlacedLayer(layer=name) for name in "ab")),)
+    others = (OtherPipelines(data=2, micro_batches=1, stages=stages),)
+    plan = Plan(**{**dict(PLAN), "global_batch": 8, "other_pipelines": others})
+    ranks = [
+        rank(number, [1.0], peak).model_copy(update={"stage": plan.pipeline_rank(number)})
+        for number, peak in enumerate((700, 900, 1500, 1600))
+    ]
+    cost, files = RunSeconds(wall_s=2.0, trained_s=1.0, steps_lost=0), ("metrics", "logs")
+
+    run = summarise(plan, ORDERS, ranks=ranks, steps=[], wall_s=2.0, files=files, cost=cost)
+
+    assert [stage.peak_memory_bytes for stage in run.stages] == [700, 900, 1600]
 
 
 def test_a_report_says_what_share_of_the_clock_trained_what_counts() -> None:
