@@ -187,6 +187,13 @@ def read_pins(texts: Sequence[str], allow: Sequence[str] = ()) -> Pins:
             f"schedule={pins.schedule} has no forwards ahead of links: leave one of both out, or "
             f"take {PLAIN}",
         )
+    if pins.ahead and pins.pipeline is not None and len(pins.ahead) != pins.pipeline - 1:
+        raise DocumentError(
+            "fix",
+            f"ahead={'-'.join(map(str, pins.ahead))} has {_number_text(len(pins.ahead), 'number')}, "
+            f"and pp={pins.pipeline} has {_number_text(pins.pipeline - 1, 'link')} between its ranks; "
+            "give a number for each link",
+        )
     for needed, word in _needed_allowances(pins):
         if word not in pins.allowed:
             raise DocumentError("fix", f"{needed} changes training: add --allow {word}")
@@ -360,6 +367,15 @@ def _needed_allowances(pins: Pins) -> Iterator[tuple[str, Allowance]]:
         value = getattr(pins, axis.name)
         if axis.changes_training and value not in (None, axis.usual):
             yield f"{axis.short}={value}", axis.allowance  # type: ignore[misc]
+
+
+def _number_text(count: int, thing: str) -> str:
+    """Return a number of things.
+
+    >>> _number_text(1, "link"), _number_text(2, "link")
+    ('1 link', '2 links')
+    """
+    return f"{count} {thing}{'s' * (count != 1)}"
 
 
 def read_allowances(texts: Sequence[str]) -> frozenset[Allowance]:

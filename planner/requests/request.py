@@ -320,8 +320,8 @@ def pinned_layout(request: Request, *, idle: int | None = None) -> Layout:
     if ahead and len(ahead) != pipeline - 1:
         raise DocumentError(
             "layout",
-            f"ahead={'-'.join(map(str, ahead))} names {len(ahead)} links, and pp={pipeline} has "
-            f"{pipeline - 1}; give a number for each",
+            f"ahead={'-'.join(map(str, ahead))} has numbers of {len(ahead)} links; name pp, which "
+            "has one link less",
         )
     return Layout(
         tensor=tensor,

@@ -67,6 +67,7 @@ UNSEARCHED = (
     "fp8 with a scale for each row",
     "expert dispatch by all-gather",
     "hierarchical dispatch in groups other than the fastest links",
+    "other numbers of forwards ahead of links",
 )
 LEFT_OUT = f"{', '.join(UNSEARCHED)}, and the choices of --allow"
 """Choices that `meshwright predict` prices and no native search looks at unasked."""

@@ -13,6 +13,7 @@ from meshwright.planner.documents.plan import Layout
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.requests.pins import read_layout, read_pins
 from meshwright.planner.schedules import Shape, family_of, name_with_ahead, schedule_of
+from meshwright.planner.schedules.memory_peaks import moments
 from meshwright.planner.schedules.schedule import obstacle, orders
 from meshwright.planner.schedules.steady_state import StageTimes, rank_times
 
@@ -156,6 +157,7 @@ def test_each_forward_ahead_holds_one_micro_batch_more(ahead: tuple[int, ...], c
         most = min(count, ranks - rank + sum(ahead[rank:]))
         assert in_flight(order) == most
         assert schedule_of(name).counts(rank, Shape(ranks, count)) == (most, most, 0)
+        assert moments(name, rank, ranks=ranks, micro_batches=count).holding.max() == most
 
 
 def test_a_name_says_what_is_ahead_and_of_which_pipeline() -> None:
@@ -189,3 +191,5 @@ def test_a_layout_is_read_as_it_is_printed() -> None:
     assert read_pins(["schedule=1f1b"]).allow(layout)
     with pytest.raises(DocumentError, match="zbv has no forwards ahead"):
         read_pins(["schedule=zbv,ahead=1"])
+    with pytest.raises(DocumentError, match="ahead=1 has 1 number, and pp=3 has 2 links"):
+        read_pins(["pp=3,ahead=1"])
