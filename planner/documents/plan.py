@@ -241,6 +241,11 @@ class Layout:
         return schedule_of(self.schedule if self.pipeline > 1 else PLAIN)
 
     @property
+    def ahead(self) -> tuple[int, ...]:
+        """Forwards ahead of each link of the pipeline; empty: none."""
+        return schedule_of(self.schedule).ahead
+
+    @property
     def overlaps_tensors(self) -> bool:
         """True if tensor-parallel collectives run in pieces that overlap with products."""
         return self.tensor_overlap == "async"

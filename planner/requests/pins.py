@@ -146,7 +146,7 @@ class Pins:
             (self.zero, layout.zero),
             (self.micro_batch, layout.micro_batch),
             (self.schedule, family_of(layout.schedule)),
-            (self.ahead, schedule_of(layout.schedule).ahead),
+            (self.ahead, layout.ahead),
             (self.virtual_stages, layout.virtual_stages),
             (self.loss, layout.loss or "full"),
             (self.order, layout.order),
@@ -188,11 +188,12 @@ def read_pins(texts: Sequence[str], allow: Sequence[str] = ()) -> Pins:
             f"take {PLAIN}",
         )
     if pins.ahead and pins.pipeline is not None and len(pins.ahead) != pins.pipeline - 1:
+        numbers = _number_text(len(pins.ahead), "number")
+        links = _number_text(pins.pipeline - 1, "link")
         raise DocumentError(
             "fix",
-            f"ahead={'-'.join(map(str, pins.ahead))} has {_number_text(len(pins.ahead), 'number')}, "
-            f"and pp={pins.pipeline} has {_number_text(pins.pipeline - 1, 'link')} between its ranks; "
-            "give a number for each link",
+            f"ahead={'-'.join(map(str, pins.ahead))} has {numbers}, and pp={pins.pipeline} has "
+            f"{links} between its ranks; give a number for each link",
         )
     for needed, word in _needed_allowances(pins):
         if word not in pins.allowed:
