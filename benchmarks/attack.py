@@ -22,6 +22,8 @@ What the certificate's space is, as it says itself (`certificate.model`, planner
 
     all devices are used, and what the native framework refuses is left out
     64 ranks share a sequence at most
+    under 1F1B ranks run no forwards ahead of links, or those of
+    planner/search/spaces/forwards_ahead.py ahead of slow ones
     1 stage on each rank; under zbv and dualpipe-v 2, under interleaved schedules 2 to 8
     ranks of several stages share the longest run of like layers evenly: what stands before it is
     on the first stage, what stands behind it on the last, the stages of a rank have equally many
@@ -88,6 +90,7 @@ from meshwright.planner.search.proof_account import UNSEARCHED
 from meshwright.planner.search.proof_budget import FULL, USUAL, Effort
 from meshwright.planner.search.search import search
 from meshwright.planner.search.space import relay_of
+from meshwright.planner.search.spaces.forwards_ahead import ahead_choices, may_run_ahead
 
 MOST_ACTIONS = 20_000
 """Forwards and backwards of all ranks in one simulated step."""
@@ -256,8 +259,17 @@ class Attack:
             layout.scales != "tensorwise",
             layout.dispatch != "alltoall",
             layout.hierarchical_all_to_all != relay_of(self._asked, layout),
+            not self._runs_ahead_as_the_space(layout),
         )
         return next((what for what, so in zip(UNSEARCHED, is_so, strict=True) if so), None)
+
+    def _runs_ahead_as_the_space(self, layout: Layout) -> bool:
+        """Whether the space has a layout's forwards ahead of links, if there are any."""
+        ahead = layout.executed_schedule.ahead
+        if not ahead:
+            return True
+        choices = ahead_choices(self._asked, layout, layout.micro_batches)
+        return ahead in choices and may_run_ahead(self._asked, layout)
 
     @property
     def _losses(self) -> tuple[ChunkedLoss | None, ...]:

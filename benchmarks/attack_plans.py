@@ -36,7 +36,7 @@ from meshwright.planner.documents.plan import (
 )
 from meshwright.planner.documents.profile import ChunkedLoss, LossGradients
 from meshwright.planner.frameworks.native_limits import refusal
-from meshwright.planner.schedules import PLAIN, SCHEDULES, Schedule
+from meshwright.planner.schedules import PLAIN, SCHEDULES, Schedule, name_with_ahead
 from meshwright.planner.schedules.schedule import obstacle, rank_of_stage
 
 LARGEST_CONTEXT = 64
@@ -197,7 +197,7 @@ class Drafts:
             return None
         share = self.job.global_batch // data
         size = rng.choice(divisors(share))
-        schedule, virtual = self._timetable() if pipeline > 1 else (PLAIN, 1)
+        schedule, virtual = self._timetable(pipeline) if pipeline > 1 else (PLAIN, 1)
         layout = Layout(
             tensor=tensor,
             context=context,
@@ -307,9 +307,12 @@ class Drafts:
             return INSIDE_OUT
         return tuple(self.rng.sample(INSIDE_OUT, len(INSIDE_OUT)))
 
-    def _timetable(self) -> tuple[str, int]:
+    def _timetable(self, ranks: int) -> tuple[str, int]:
         schedule = self.rng.choice(DRAINED)
-        return schedule.name, self.rng.choice(numbers_of_stages(schedule))
+        name = schedule.name
+        if schedule.with_ahead and self.rng.random() < 0.6:
+            name = name_with_ahead(name, self.rng.choice(every_ahead(ranks)))
+        return name, self.rng.choice(numbers_of_stages(schedule))
 
     # Ranks of several stages.
 
@@ -375,6 +378,9 @@ class Drafts:
         for schedule in DRAINED if layout.pipeline > 1 else ():
             each = numbers_of_stages(schedule)
             changes += [{"schedule": schedule.name, "virtual_stages": virtual} for virtual in each]
+            if schedule.with_ahead:
+                names = (name_with_ahead(schedule.name, n) for n in every_ahead(layout.pipeline))
+                changes += [{"schedule": name, "virtual_stages": 1} for name in names]
         changes += [
             {"zero": zero, "data_shard": shard, "data_replicate": data // shard}
             for zero in range(4)
@@ -457,7 +463,7 @@ class Drafts:
     def _retime(self, draft: Draft) -> Draft | None:
         if draft.layout.pipeline == 1:
             return None
-        schedule, virtual = self._timetable()
+        schedule, virtual = self._timetable(draft.layout.pipeline)
         return self._changed(draft, schedule=schedule, virtual_stages=virtual)
 
     def _resize(self, draft: Draft) -> Draft | None:
@@ -565,6 +571,13 @@ def _written(layout: Layout) -> dict[str, Any]:
     loss = values.pop("loss")
     dumped = {"loss": loss.model_dump(mode="json")} if loss is not None else {}
     return {**values, **dumped, "mesh": {**mesh, "order": list(layout.order)}}
+
+
+def every_ahead(ranks: int) -> list[tuple[int, ...]]:
+    """Forwards ahead of all links, of the middle one, and of any one."""
+    alike = [(number,) * (ranks - 1) for number in (1, 2, 3, 5)]
+    single = [tuple(int(at == link) for at in range(ranks - 1)) for link in range(ranks - 1)]
+    return alike + single
 
 
 def numbers_of_stages(schedule: Schedule) -> list[int]:

@@ -119,6 +119,13 @@ REQUESTS = {
             global_batch=96,
         ),
         Target(
+            name="ethernet",
+            model="llama-3.2-3b",
+            cluster="8x1xrtx-4090,network=1.25GB/s",
+            seq_len=4096,
+            global_batch=96,
+        ),
+        Target(
             name="pcie-l40s",
             model="qwen2.5-7b",
             cluster="8xl40s",

@@ -30,6 +30,7 @@ from meshwright.api.inputs import (
 )
 from meshwright.api.launched_model import launched_model
 from meshwright.api.plan_options import PlanOptions, PredictOptions, keyword_options
+from meshwright.api.power_limits import least_energy, may_be_limited
 from meshwright.api.running_costs import running_costs, running_rate
 from meshwright.planner import catalog as shelves
 from meshwright.planner.catalog import framework as framework_called
@@ -244,8 +245,51 @@ def answer_to(
     progress: Progress | None = None,
 ) -> Answer:
     """Search, choose, and note idle devices, pins without effect, 8 bits that gain nothing."""
-    gap_progress = None if progress is None or gap is None else _closing(progress)
     rate = running_rate(prefer, request.cluster)
+    searches = partial(
+        _search_choices,
+        prefer=prefer,
+        solver=solver,
+        top=top,
+        gap=gap,
+        progress=progress,
+        rate=rate,
+    )
+    if prefer == "energy" and rate is not None and may_be_limited(request) is None:
+        searched, request = least_energy(request, rate, searches)
+    else:
+        searched, request = searches(request)
+    answer = _beside_idle_devices(searched.answer, request.cluster.devices)
+    prediction = answer.prediction.on(
+        request.cluster.devices,
+        used=answer.plan.ranks,
+        where=used_text(request, searched, prefer),
+    )
+    prediction = prediction.with_notes(
+        *dividing_batch(request, searched),
+        *_open_gap(answer.certificate, gap),
+        *recomputed_modules(answer.plan),
+        *running_costs(prefer, searched.part.request, answer.plan, answer.prediction),
+        *without_effect(request.pins, answer.plan.layout, request.cluster),
+        *not_worth_eight_bits(searched.part.request, answer.plan, prediction),
+        *faster_by_options(searched.part.request, answer.plan, prediction),
+        *faster_elsewhere(searched.part.request, answer.plan, prediction),
+    )
+    return replace(answer, prediction=prediction)
+
+
+def _search_choices(
+    request: Request,
+    *,
+    prefer: Prefer,
+    solver: str,
+    top: int,
+    gap: float | None,
+    progress: Progress | None,
+    rate: Rate | None,
+) -> tuple[PartAnswer, Request]:
+    """Return the best answer of a request and of what is allowed beside it, with its request."""
+    gap_progress = None if progress is None or gap is None else _closing(progress)
     search_once = partial(
         search_parts, prefer=prefer, solver=solver, top=top, effort=effort_to(gap), rate=rate
     )
@@ -273,23 +317,7 @@ def answer_to(
     if searched is None:
         assert refused is not None
         raise type(refused)(f"{refused}{_with_less_surety(request)}") from refused
-    answer = _beside_idle_devices(searched.answer, request.cluster.devices)
-    prediction = answer.prediction.on(
-        request.cluster.devices,
-        used=answer.plan.ranks,
-        where=used_text(request, searched, prefer),
-    )
-    prediction = prediction.with_notes(
-        *dividing_batch(request, searched),
-        *_open_gap(answer.certificate, gap),
-        *recomputed_modules(answer.plan),
-        *running_costs(prefer, searched.part.request, answer.plan, answer.prediction),
-        *without_effect(request.pins, answer.plan.layout, request.cluster),
-        *not_worth_eight_bits(searched.part.request, answer.plan, prediction),
-        *faster_by_options(searched.part.request, answer.plan, prediction),
-        *faster_elsewhere(searched.part.request, answer.plan, prediction),
-    )
-    return replace(answer, prediction=prediction)
+    return searched, request
 
 
 def _beside_idle_devices(answer: Answer, devices: int) -> Answer:

@@ -7,8 +7,7 @@ n devices of design power P, k of nodes over that, w of the network, PUE of the 
 as busy for the whole step, and on the same devices the fastest plan takes least.  Devices that stay
 idle are taken to be switched off, or not rented.
 
-A power limit of share x lowers the rate of products to x**p of it (the exponent of studies, with
-its source and range).
+Under a power limit (`meshwright.api.power_limits`) P is the limit's.
 """
 
 from __future__ import annotations
@@ -17,9 +16,8 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from meshwright.api.power_limits import power_limit_notes, steps_of_exponents
 from meshwright.planner.catalog import rents
-from meshwright.planner.costs.predict import predict
-from meshwright.planner.documents.units import seconds_text
 from meshwright.planner.errors import DocumentError
 
 if TYPE_CHECKING:
@@ -31,8 +29,6 @@ if TYPE_CHECKING:
     from meshwright.planner.search.plan_preference import Prefer
     from meshwright.planner.whatif.uncertain_value import UncertainValue
 
-POWER_LIMITS = (0.9, 0.8, 0.7, 0.6)
-"""Shares of the design power that are looked at; below, no source knows the rate."""
 HOUR_S = 3600.0
 
 
@@ -66,6 +62,7 @@ def running_rate(prefer: Prefer, cluster: ClusterSpec) -> Rate | None:
         key = tuple(
             (
                 group.accelerator.name,
+                group.accelerator.power_limit,
                 group.devices_per_node,
                 group.nodes > 1,
                 min(group.devices, most + 1),
@@ -102,63 +99,29 @@ def running_costs(
     each = _each_second(prefer, request.cluster)
     assert each is not None, "a part whose figure is not known is not searched"
     if prefer == "cost":
-        low, value, high = _of_step(each, prediction)
+        low, value, high = _of_step(each, prediction, request, plan)
         yield (
             f"a step costs ${value:.3g} of rent on demand (${low:.3g} to ${high:.3g}); devices "
             "that stay idle are not rented"
         )
         return
-    low, value, high = (watt_seconds / HOUR_S for watt_seconds in _of_step(each, prediction))
+    low, value, high = (
+        watt_seconds / HOUR_S for watt_seconds in _of_step(each, prediction, request, plan)
+    )
     yield (
         f"a step takes {value:.3g} Wh at the meter ({low:.3g} to {high:.3g}), network and cooling "
         "included; devices that stay idle are switched off"
     )
-    if request.profile is None:  # what was measured does not say how it falls with the power
-        yield from _power_limit(request, plan, value)
+    yield from power_limit_notes(request, plan, value)
 
 
-def _of_step(each: UncertainValue, prediction: Prediction) -> tuple[float, float, float]:
+def _of_step(
+    each: UncertainValue, prediction: Prediction, request: Request, plan: Plan
+) -> tuple[float, float, float]:
     """Return the low end, the value and the high end of what a step takes."""
+    fastest, slowest = steps_of_exponents(request, plan, prediction)
     return (
-        each.low * prediction.step_time_low_s,
+        each.low * fastest.step_time_low_s,
         each.value * prediction.step_time_s,
-        each.high * prediction.step_time_high_s,
-    )
-
-
-def _power_limit(request: Request, plan: Plan, full_wh: float) -> Iterator[str]:
-    """Yield the power limit with which the same plan takes least energy, if one takes less."""
-    from meshwright.planner.whatif.candidates import watts_of  # noqa: PLC0415 - few prefer it
-    from meshwright.planner.whatif.study import Assumptions  # noqa: PLC0415 - few prefer it
-    from meshwright.planner.whatif.what_if_changes import changed_cluster  # noqa: PLC0415 - few prefer it
-
-    assumed = Assumptions()
-    exponent = assumed.power_limit_exponent
-
-    def limited(share: float, power: float) -> tuple[float, float]:
-        """Return the energy and the seconds of a step."""
-        cluster = changed_cluster(request.cluster, "compute", share**power)
-        watts = watts_of(request.cluster, assumed, share)
-        assert cluster is not None
-        assert watts is not None, "the full power is known"
-        step_s = predict(plan, request.model, cluster, request.profile).step_time_s
-        return watts.value * step_s / HOUR_S, step_s
-
-    (least_wh, step_s), share = min(
-        (limited(share, exponent.value), share) for share in POWER_LIMITS
-    )
-    if least_wh >= full_wh:
-        return
-    best, worst = (
-        limited(share, power)[0] / full_wh - 1 for power in (exponent.low, exponent.high)
-    )
-    each = ", ".join(
-        f"{share * (group.accelerator.tdp_w or 0.0):.0f} W of {group.accelerator.name}"
-        for group in request.cluster.groups
-    )
-    yield (
-        f"at a power limit of {each} the same plan takes {seconds_text(step_s)} a step and "
-        f"{least_wh:.3g} Wh, {100 * (least_wh / full_wh - 1):+.0f} % ({100 * best:+.0f} to "
-        f"{100 * worst:+.0f} %): rates of products fall with the limit to the power of "
-        f"{exponent.value:g} ({exponent.low:g} to {exponent.high:g}; {exponent.source})"
+        each.high * slowest.step_time_high_s,
     )

@@ -30,6 +30,7 @@ FORMS = {
     "oversubscription": "a factor of at least 1, as 2",
     "host_memory": "a size of each node, as 512GiB",
     "pcie": "a generation and lanes, as 3x8",
+    "power_limit": "a share of the devices' design power from 0.6 to 1, as 0.7",
 }
 
 
@@ -41,6 +42,8 @@ class ClusterSettings:
     oversubscription: float | None = None
     host_memory_bytes: int | None = None
     pcie_bytes_per_s: float | None = None
+    power_limit: float | None = None
+    """Share of the design power."""
 
     @classmethod
     def parse(cls, words: str) -> ClusterSettings:
@@ -69,6 +72,7 @@ class ClusterSettings:
             oversubscription=None if oversubscription is None else _factor(oversubscription),
             host_memory_bytes=None if memory is None else _size(memory),
             pcie_bytes_per_s=_pcie(values),
+            power_limit=_power_limit(values),
         )
 
     def replace_figures(self, cluster: ClusterSpec) -> ClusterSpec:
@@ -101,6 +105,9 @@ class ClusterSettings:
             }
         if self.pcie_bytes_per_s is not None:
             changes["host_link_bytes_per_s"] = self.pcie_bytes_per_s
+        if self.power_limit is not None:
+            limited = group.accelerator.model_copy(update={"power_limit": self.power_limit})
+            changes["accelerator"] = limited
         return cluster.model_copy(
             update={"groups": (group.model_copy(update=changes),), "tiers": tiers}
         )
@@ -121,6 +128,16 @@ def _rate(values: Mapping[str, str], name: str) -> float | None:
     if not rate:
         raise DocumentError("", f"{name} is '{values[name]:.40}'; write {FORMS[name]}")
     return rate
+
+
+def _power_limit(values: Mapping[str, str]) -> float | None:
+    if "power_limit" not in values:
+        return None
+    text = values["power_limit"]
+    share = float(text) if re.fullmatch(r"[01](\.\d{1,3})?", text) else 0.0
+    if not 0.6 <= share <= 1:
+        raise DocumentError("", f"power_limit is '{text:.40}'; write {FORMS['power_limit']}")
+    return share
 
 
 def _size(text: str) -> int:

@@ -63,6 +63,12 @@ WATT_FLOPS = {"blackwell": 1.1e12}
 architecture.  B200, B300, GB200 and GB300 have 1,000, 1,100, 1,200 and 1,400 W, and are in steps as
 much faster; boards of before reach the rate of their short products."""
 WATT_BASIS = {"blackwell": "fitted to megatron_bridge, mlperf, simumax_b200"}
+POWER_EXPONENT = 0.75
+"""Exponent p: with a share x of its design power, a device multiplies at x**p of its rate."""
+POWER_EXPONENT_RANGE = 0.33, 1.0
+POWER_BASIS = "POWERCAP, 0.7 to 1.05; low the cube law of frequency and power"
+POWER_CURVES = ("cuda", "rocm")
+"""Kinds of devices that the exponent is taken to hold for; it is quoted of one H100."""
 ONE_NODE = 8
 """Devices whose slowest the rates of kernels in the catalogue are of."""
 
@@ -88,7 +94,8 @@ class DeviceRates:
     sustained: float = 1.0
     """Rate of products in a training step over that of single kernels."""
     slowest: float = 1.0
-    """Rate of products and attention of the slowest device, over that of a node's slowest."""
+    """Rate of products and attention of the slowest device, and under its power limit, over that of
+    a node's slowest."""
     attention: float = 1.0
     """The same of fused attention, for its generation, its length and its heads."""
     eight_bit_flops: float | None = None
@@ -138,7 +145,8 @@ def device(
         memory_bytes_per_s=accelerator.memory_bytes_per_s,
         curve=accelerator.curve,
         sustained=sustained_share(accelerator, framework),
-        slowest=1.0 if accelerator.kind == "cpu" else slowest(devices),
+        slowest=(1.0 if accelerator.kind == "cpu" else slowest(devices))
+        * limited_rate(accelerator.power_limit or 1.0),
         attention=attention_share(
             accelerator, framework.kernels.attention, seq_len=seq_len, head_dim=head_dim
         )
@@ -213,6 +221,19 @@ def power_share(accelerator: Accelerator) -> float:
         return math.inf
     fastest = accelerator.curve.matmul * peak_flops(accelerator, "bf16")
     return watt_flops * accelerator.tdp_w / fastest
+
+
+def limited_rate(share: float) -> float:
+    """Return the rate of products under a power limit over that at full power.
+
+        x^p
+
+    x is the limit's share of the design power.  Source: `POWER_BASIS`.
+
+    >>> round(limited_rate(0.6), 3)
+    0.682
+    """
+    return math.pow(share, POWER_EXPONENT)
 
 
 def slowest(devices: int) -> float:

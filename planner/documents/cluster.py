@@ -34,6 +34,8 @@ Collective = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv", "broadcast"
 ]
 Provenance = Literal["measured", "interpolated", "fitted", "quoted"]
+PowerLimit = Annotated[float, Field(ge=0.6, le=1, strict=True, allow_inf_nan=False)]
+"""Share of a device's design power that it may draw; below, no source knows its rate."""
 
 
 class DeviceCurve(Part):
@@ -115,6 +117,10 @@ class Accelerator(Part):
     """Generation, such as ampere or hopper; figures of frameworks may depend on it."""
     tdp_w: Amount | None = None
     """Thermal design power in watts; None: not known."""
+    power_limit: PowerLimit | None = None
+    """Share of the design power that the device may draw: its products run at the 0.75th power of
+    that share of their rate.  None: all of it, unless a plan is searched for least energy, which
+    compares limits."""
     multiprocessors: Positive | None = None
     """Number of streaming multiprocessors, or of compute units on AMD, among which a kernel's work
     is divided."""

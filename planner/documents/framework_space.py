@@ -42,6 +42,7 @@ from meshwright.planner.documents.plan import (
 from meshwright.planner.documents.profile import Recompute
 from meshwright.planner.documents.training import FrozenWeights, Objective, Optimizer
 from meshwright.planner.documents.units import Flag, Positive, Text
+from meshwright.planner.schedules import SCHEDULES, family_of
 
 StageRule = Literal["any", "even", "even_but_ends", "by_products"]
 """Splits of a model's blocks among stages that a framework accepts (stage_rules)."""
@@ -286,6 +287,8 @@ class Space(Part):
 
     schedules: tuple[ScheduleName, ...] | None = None
     """Executed schedules; None: all."""
+    forwards_ahead: Flag = False
+    """Ranks may run forwards ahead of slow links under the schedules that have such a form."""
     virtual_stages: Positive = 8
     """Largest number of stages on a rank that the search tries; with 1 a rank has exactly one."""
     recompute: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -494,8 +497,11 @@ def _outside(space: Space, facts: Facts, *, of_degrees: bool) -> Iterator[str]:
         yield f"ZeRO-{layout.zero}"
     if layout.zero and layout.data_replicate > 1 and not space.hybrid:
         yield "sharding within groups of replicas"
-    if layout.pipeline > 1 and layout.schedule not in (space.schedules or (layout.schedule,)):
+    schedule = layout.executed_schedule
+    if layout.pipeline > 1 and family_of(schedule.name) not in (space.schedules or SCHEDULES):
         yield f"schedule {layout.schedule}"
+    elif schedule.ahead and not space.forwards_ahead:
+        yield f"forwards ahead of links ({schedule.name})"
     if layout.virtual_stages > 1 and space.virtual_stages == 1:
         yield f"{layout.virtual_stages} stages on a rank"
     if space.axis_order == "fixed" and layout.order != INSIDE_OUT:

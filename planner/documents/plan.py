@@ -53,8 +53,9 @@ from meshwright.planner.documents.units import (
 )
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.errors.shown import html_table
-from meshwright.planner.schedules import PLAIN, SCHEDULES, Schedule
+from meshwright.planner.schedules import PLAIN, SCHEDULES, Schedule, family_of, schedule_of
 from meshwright.planner.schedules.schedule import obstacle, rank_of_stage, too_long
+from meshwright.planner.schedules.schedule_record import AHEAD
 
 
 def _known_schedule(name: str) -> str:
@@ -63,11 +64,38 @@ def _known_schedule(name: str) -> str:
     return name
 
 
+def _executed_schedule(name: str) -> str:
+    try:
+        return schedule_of(name).name
+    except DocumentError as error:
+        if family_of(name) in SCHEDULES:
+            raise ValueError(error.message) from None
+        return _known_schedule(name)
+
+
 ScheduleName = Annotated[
     str,
     Field(strict=True, json_schema_extra=lambda schema: schema.update(enum=list(SCHEDULES))),
     AfterValidator(_known_schedule),
 ]
+ExecutedSchedule = Annotated[
+    str,
+    Field(
+        strict=True,
+        json_schema_extra=lambda schema: schema.update(
+            anyOf=[
+                {"enum": list(SCHEDULES)},
+                *(
+                    {"pattern": f"^{name}{AHEAD}[0-9]+(-[0-9]+)*$"}
+                    for name, schedule in SCHEDULES.items()
+                    if schedule.with_ahead
+                ),
+            ]
+        ),
+    ),
+    AfterValidator(_executed_schedule),
+]
+"""Name of a schedule, with its forwards ahead of each link where there are any."""
 Activations = Literal["keep", "offload", "compress"]
 """Treatment of a layer's stored tensors between forward and backward: they stay on the device, move
 to pinned host memory, or are packed into 8 bits."""
@@ -210,7 +238,12 @@ class Layout:
     @property
     def executed_schedule(self) -> Schedule:
         """Schedule that runs; without a pipeline, forwards and backwards alternate."""
-        return SCHEDULES[self.schedule if self.pipeline > 1 else PLAIN]
+        return schedule_of(self.schedule if self.pipeline > 1 else PLAIN)
+
+    @property
+    def ahead(self) -> tuple[int, ...]:
+        """Forwards ahead of each link of the pipeline; empty: none."""
+        return schedule_of(self.schedule).ahead
 
     @property
     def overlaps_tensors(self) -> bool:
@@ -472,8 +505,9 @@ class Plan(Document):
     """Parallel degrees and their order."""
     zero: Literal[0, 1, 2, 3]
     """ZeRO level: 0 divides nothing, 1 optimizer states, 2 gradients too, 3 parameters too."""
-    schedule: ScheduleName
-    """Pipeline schedule."""
+    schedule: ExecutedSchedule
+    """Pipeline schedule.  `1f1b ahead=1-0-0` is 1F1B whose ranks before the first of three links
+    run one more forward ahead, so that transfers over a slow link are hidden."""
     virtual_stages: Positive = 1
     """Number of stages on each pipeline rank; `rank_of_stage` of planner.schedules.schedule places
     them."""

@@ -328,6 +328,8 @@ class Certificate(Document):
     several groups, how many with some devices of more than one were looked at for faster plans."""
     least: Literal["energy", "cost"] | None = None
     """What parts of the cluster are compared by, where it is not the step time."""
+    power_limits: Count | None = None
+    """Number of power limits for which the bound holds, full power among them."""
 
     def leaving(self, devices: int) -> Self:
         """Return the certificate of a part of a cluster, beside which as many devices are idle."""

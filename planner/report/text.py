@@ -312,10 +312,15 @@ def proof_facts(certificate: Certificate, *, whole: bool = False) -> Iterator[Fa
     else:
         if certificate.least is not None:
             parts, least = certificate.parts or 1, certificate.least
-            text = f"no plan on {parts:,} parts of the cluster takes less {least} a step"
+            limits, under = certificate.power_limits, ""
+            if limits is not None:
+                under = f" under {limits} power limits"
+            text = f"no plan on {parts:,} parts of the cluster{under} takes less {least} a step"
             if proof.gap >= ROUNDED:
                 more = _percent(proof.gap / (1 - proof.gap))
-                text = f"{least} of a step is at most {more} above the least of {parts:,} parts"
+                text = (
+                    f"{least} of a step is at most {more} above the least of {parts:,} parts{under}"
+                )
         elif proof.gap < ROUNDED:
             text = f"no faster plan among {certificate.configurations:,} configurations"
         else:

@@ -34,7 +34,8 @@ from meshwright.planner.documents.plan import (
 from meshwright.planner.documents.profile import CHUNK_ROWS, LOSS_WORDS, ChunkedLoss, Recompute
 from meshwright.planner.documents.units import MOST_SAMPLES, MOST_TOKENS, whole_number
 from meshwright.planner.errors import DocumentError
-from meshwright.planner.schedules import SCHEDULES, schedule_of
+from meshwright.planner.schedules import PLAIN, SCHEDULES, family_of, schedule_of
+from meshwright.planner.schedules.schedule_record import read_ahead
 from meshwright.planner.solver.requirements import Requirement
 
 Allowance = Literal[
@@ -57,6 +58,7 @@ SHORT_NAMES = {
     "zero": "zero",
     "micro_batch": "micro_batch",
     "schedule": "schedule",
+    "ahead": "ahead",
     "v": "virtual_stages",
     "recompute": "recompute",
     "activations": "activations",
@@ -101,6 +103,8 @@ class Pins:
     zero: int | None = None
     micro_batch: int | None = None
     schedule: str | None = None
+    ahead: tuple[int, ...] | None = None
+    """Forwards ahead of each link of the pipeline; empty: none."""
     virtual_stages: int | None = None
     recompute: Recompute | None = None
     activations: Activations | None = None
@@ -147,7 +151,8 @@ class Pins:
             (self.data_shard, layout.data_shard),
             (self.zero, layout.zero),
             (self.micro_batch, layout.micro_batch),
-            (self.schedule, layout.schedule),
+            (self.schedule, family_of(layout.schedule)),
+            (self.ahead, layout.ahead),
             (self.virtual_stages, layout.virtual_stages),
             (self.loss, layout.loss or "full"),
             (self.order, layout.order),
@@ -182,6 +187,20 @@ def read_pins(texts: Sequence[str], allow: Sequence[str] = ()) -> Pins:
             raise DocumentError("fix", f"'{item}': {name} is given twice; leave one out")
         values[field] = _pin_value(field, value, item)
     pins = Pins(**values, allowed=read_allowances(allow))  # type: ignore[arg-type]
+    if pins.ahead and pins.schedule and schedule_of(pins.schedule).with_ahead is None:
+        raise DocumentError(
+            "fix",
+            f"schedule={pins.schedule} has no forwards ahead of links: leave one of both out, or "
+            f"take {PLAIN}",
+        )
+    if pins.ahead and pins.pipeline is not None and len(pins.ahead) != pins.pipeline - 1:
+        numbers = _number_text(len(pins.ahead), "number")
+        links = _number_text(pins.pipeline - 1, "link")
+        raise DocumentError(
+            "fix",
+            f"ahead={'-'.join(map(str, pins.ahead))} has {numbers}, and pp={pins.pipeline} has "
+            f"{links} between its ranks; give a number for each link",
+        )
     for needed, word in _needed_allowances(pins):
         if word not in pins.allowed:
             raise DocumentError("fix", f"{needed} changes training: add --allow {word}")
@@ -287,7 +306,9 @@ def without_effect(pins: Pins, layout: Layout, cluster: ClusterSpec) -> Iterator
             if device.kind not in ("cuda", "rocm"):
                 yield f"graphs={layout.graphs} has no effect: {device.name} has no graphs"
     if layout.pipeline == 1:
-        for name, value in (("schedule", pins.schedule), ("v", pins.virtual_stages)):
+        ahead = None if pins.ahead is None else "-".join(map(str, pins.ahead or (0,)))
+        pinned = ("schedule", pins.schedule), ("ahead", ahead), ("v", pins.virtual_stages)
+        for name, value in pinned:
             if value is not None:
                 yield f"{name}={value} has no effect: pp=1, there is no pipeline"
     for axis in LAYOUT_AXES:
@@ -334,6 +355,8 @@ def outside(pins: Pins, space: Space, devices_per_node: int) -> Iterator[tuple[s
         yield f"loss={loss_text(pins.chunks)}", "has full"
     if (pins.virtual_stages or 1) > space.virtual_stages:
         yield f"v={pins.virtual_stages}", f"has at most {space.virtual_stages} stages on a rank"
+    if pins.ahead and not space.forwards_ahead:
+        yield f"ahead={'-'.join(map(str, pins.ahead))}", "has no forwards ahead of links"
 
 
 def _has_values(axis: LayoutAxis) -> bool:
@@ -351,6 +374,15 @@ def _needed_allowances(pins: Pins) -> Iterator[tuple[str, Allowance]]:
         value = getattr(pins, axis.name)
         if axis.changes_training and value not in (None, axis.usual):
             yield f"{axis.short}={value}", axis.allowance  # type: ignore[misc]
+
+
+def _number_text(count: int, thing: str) -> str:
+    """Return a number of things.
+
+    >>> _number_text(1, "link"), _number_text(2, "link")
+    ('1 link', '2 links')
+    """
+    return f"{count} {thing}{'s' * (count != 1)}"
 
 
 def read_allowances(texts: Sequence[str]) -> frozenset[Allowance]:
@@ -372,12 +404,15 @@ def _names() -> list[str]:
     return list(SHORT_NAMES)
 
 
-PinValue = int | str | tuple[Axis, ...] | ChunkedLoss
+PinValue = int | str | tuple[Axis, ...] | tuple[int, ...] | ChunkedLoss
 
 
 def _pin_value(field: str, value: str, item: str) -> PinValue:
     if field == "order":
         return _order(value, item)
+    if field == "ahead":
+        numbers = read_ahead(value)
+        return numbers if any(numbers) else ()
     if field == "loss":
         return _loss(value, item)
     words = WORDS.get(field)

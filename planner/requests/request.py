@@ -33,7 +33,7 @@ from meshwright.planner.documents.training import (
 from meshwright.planner.documents.units import MOST_SAMPLES, MOST_TOKENS
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.requests.pins import Pins
-from meshwright.planner.schedules import PLAIN, schedule_of
+from meshwright.planner.schedules import PLAIN, name_with_ahead, schedule_of
 
 SEQ_LEN = 4096
 """Default tokens of a sample; fewer if the model takes fewer."""
@@ -321,6 +321,13 @@ def pinned_layout(request: Request, *, idle: int | None = None) -> Layout:
             f"{cluster.devices} devices idle; add idle={left}, or name degrees whose product is "
             f"{cluster.devices}",
         )
+    ahead = pins.ahead or ()
+    if ahead and len(ahead) != pipeline - 1:
+        raise DocumentError(
+            "layout",
+            f"ahead={'-'.join(map(str, ahead))} has numbers of {len(ahead)} links; name pp, which "
+            "has one link less",
+        )
     return Layout(
         tensor=tensor,
         context=context,
@@ -329,7 +336,7 @@ def pinned_layout(request: Request, *, idle: int | None = None) -> Layout:
         data_replicate=data // shard,
         data_shard=shard,
         zero=zero,
-        schedule=schedule,
+        schedule=name_with_ahead(schedule, ahead),
         virtual_stages=pins.virtual_stages or schedule_of(schedule).stages_per_rank[0],
         **pins.axes() | {"scales": request.scales},
         order=pins.order or INSIDE_OUT,

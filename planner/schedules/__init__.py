@@ -5,15 +5,37 @@ looped  stages go round the ranks: interleaved 1F1B, zero bubble (ZB-H1, interle
 folded  stages go down the ranks and up again, in a V: ZBV, DualPipe-V
 
 A schedule is added by its record and a line of `SCHEDULES`; nothing else knows a schedule's name.
+One that has the form `with_ahead` is also a schedule for every number of forwards ahead of each
+link, which its name says: `1f1b ahead=1-0-0`.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.schedules import pipeline_schedules as families
-from meshwright.planner.schedules.schedule_record import Coefficients, InFlight, Schedule, Shape
+from meshwright.planner.schedules.schedule_record import (
+    AHEAD,
+    Coefficients,
+    InFlight,
+    Schedule,
+    Shape,
+    name_with_ahead,
+    read_ahead,
+)
 
-__all__ = ["PLAIN", "SCHEDULES", "Coefficients", "InFlight", "Schedule", "Shape", "schedule_of"]
+__all__ = [
+    "PLAIN",
+    "SCHEDULES",
+    "Coefficients",
+    "InFlight",
+    "Schedule",
+    "Shape",
+    "family_of",
+    "name_with_ahead",
+    "schedule_of",
+]
 
 SCHEDULES: dict[str, Schedule] = {
     schedule.name: schedule
@@ -38,8 +60,35 @@ def schedule_of(name: str) -> Schedule:
 
     >>> schedule_of("zbv").placement
     'v'
+    >>> schedule_of("1f1b ahead=1-0-0").ahead
+    (1, 0, 0)
     """
     schedule = SCHEDULES.get(name)
+    return _read_schedule(name) if schedule is None else schedule
+
+
+@lru_cache(maxsize=1 << 10)
+def _read_schedule(name: str) -> Schedule:
+    """Return a schedule whose ranks run ahead of some links."""
+    family, _, ahead = name.partition(AHEAD)
+    schedule = SCHEDULES.get(family)
     if schedule is None:
-        raise DocumentError("schedule", f"'{name}' is not known; known: {', '.join(SCHEDULES)}")
-    return schedule
+        raise DocumentError("schedule", f"'{family}' is not known; known: {', '.join(SCHEDULES)}")
+    if schedule.with_ahead is None:
+        able = " or ".join(each.name for each in SCHEDULES.values() if each.with_ahead)
+        raise DocumentError(
+            "schedule", f"is '{name:.60}'; {family} has no forwards ahead: leave it out, or {able}"
+        )
+    numbers = read_ahead(ahead)
+    if not any(numbers):
+        raise DocumentError("schedule", f"is '{name:.60}', which is {family}: write {family}")
+    return schedule.with_ahead(schedule, numbers)
+
+
+def family_of(name: str) -> str:
+    """Return the name of a schedule without its forwards ahead.
+
+    >>> family_of("1f1b ahead=1-0-0"), family_of("zbv")
+    ('1f1b', 'zbv')
+    """
+    return name.partition(AHEAD)[0]

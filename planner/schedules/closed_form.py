@@ -15,6 +15,7 @@ meshwright.planner.solver.partition_problem):
     1f1b             exact                         1.00-1.12; 1.00 if the slowest is the last
     gpipe            exact                         1.00 with `forward_apart`
     interleaved      exact                         0.94-1.13
+    1f1b ahead=1-0   as 1f1b, transfers included   as 1f1b
     zb-h1            exact if f, b <= f + b - w    0.99-1.08
     interleaved-zb   exact if f, b <= f + b - w    0.94-1.05
     zbv              exact if f = b = w            0.97-1.08

@@ -19,6 +19,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -37,6 +39,7 @@ from meshwright.planner.schedules.schedule_record import (
     Schedule,
     Shape,
     actions,
+    name_with_ahead,
 )
 
 
@@ -48,10 +51,13 @@ def gpipe(rank: int, shape: Shape) -> Order:
     )
 
 
-def one_forward_one_backward(rank: int, shape: Shape) -> Order:
-    """Warm up with as many forwards as stages follow, then alternate (PipeDream-flush, 2021)."""
+def one_forward_one_backward(rank: int, shape: Shape, ahead: Sequence[int] = ()) -> Order:
+    """Warm up with as many forwards as stages follow, then alternate (PipeDream-flush, 2021).
+
+    `ahead` [link] are forwards more, for every link behind the rank: see `with_ahead`.
+    """
     micro_batches = shape.micro_batches
-    warm_up = min(micro_batches, shape.ranks - rank - 1)
+    warm_up = min(micro_batches, shape.ranks - rank - 1 + sum(ahead[rank:]))
     forwards = actions(rank, "F", range(micro_batches))
     backwards = actions(rank, "B", range(micro_batches))
     alternating = chain.from_iterable(zip(forwards[warm_up:], backwards, strict=False))
@@ -60,6 +66,46 @@ def one_forward_one_backward(rank: int, shape: Shape) -> Order:
 
 def _stages_behind(rank: int, shape: Shape) -> InFlight:
     return InFlight(shape.ranks - rank, shape.ranks - rank, 0)
+
+
+def with_ahead(schedule: Schedule, ahead: tuple[int, ...]) -> Schedule:
+    """Return 1F1B whose ranks run ahead of their links; `ahead` [link] are forwards more.
+
+    Under 1F1B rank r begins with P - 1 - r forwards.  Take ranks i to j, n of them, of t_s seconds
+    of both passes each, with c_l seconds of a transfer over each link l between them that does not
+    hold its sender.  A micro-batch has been from rank i to rank j and back before the n-th next
+    forward on rank i; with a_l more forwards ahead of each link, before the (n + Σ a_l)-th.  So a
+    micro-batch takes at least
+
+        max over i <= j of (Σ t_s + 2 Σ c_l) / (n + Σ a_l)
+
+    and transfers of alike ranks are hidden where a_l >= 2 c_l / t.  Rank r has P - r + Σ_{l>=r} a_l
+    micro-batches in flight.  Sources: eager 1F1B of AlpaComm (Zhuang et al., 2023, section 4), with
+    one more for each link; HARP (2025), which counts them by link.
+
+    >>> orders = (with_ahead(ONE_FORWARD_ONE_BACKWARD, (1,)).order(rank, Shape(2, 3))
+    ...     for rank in range(2))
+    >>> [" ".join(map(str, order)) for order in orders]
+    ['0F0 0F1 0F2 0B0 0B1 0B2', '1F0 1B0 1F1 1B1 1F2 1B2']
+    """
+
+    def in_flight(rank: int, shape: Shape) -> InFlight:
+        most = shape.ranks - rank + sum(ahead[rank:])
+        return InFlight(most, most, 0)
+
+    return replace(
+        schedule,
+        name=name_with_ahead(schedule.name, ahead),
+        order=partial(one_forward_one_backward, ahead=ahead),
+        ahead=ahead,
+        in_flight=in_flight,
+        # Its counts are the same from one micro-batch more than its longest warm-up on.
+        repeats=sum(ahead) <= len(ahead) + 1,
+        phi_bound=False,
+        no_slower=schedule.name,
+        names={},
+        settings={},
+    )
 
 
 def _one_for_each_rank(shape: Shape) -> str:
@@ -85,6 +131,7 @@ ONE_FORWARD_ONE_BACKWARD = Schedule(
     repeats=True,
     in_flight=_stages_behind,
     phi_bound=True,
+    with_ahead=with_ahead,
     names={
         "torchtitan": "1F1B",
         "megatron": "forward_backward_pipelining_without_interleaving",

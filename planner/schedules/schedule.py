@@ -74,6 +74,13 @@ def obstacle(
         if most != least:
             wanted = f"needs at least {least} stages"
         return "virtual_stages", f"is {virtual_stages}; {name} {wanted} on every rank"
+    links = stages // virtual_stages - 1
+    if schedule.ahead and len(schedule.ahead) != links:
+        return (
+            "schedule",
+            f"is {name:.60}; a pipeline of {links + 1} ranks has {links} link{'s' * (links != 1)}, "
+            f"and {len(schedule.ahead)} have a number: give one for each",
+        )
     if micro_batches < 1:
         return "micro_batches", f"is {micro_batches}; a step needs at least one"
     needed = schedule.micro_batches_needed(

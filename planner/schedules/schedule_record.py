@@ -127,6 +127,37 @@ DEFERRED, LEAN = 0.3, 4.0
 backward needs, and where they recompute most of it, which leaves W the same amount."""
 
 
+AHEAD = " ahead="
+"""What stands between a schedule's name and its forwards ahead, link by link."""
+MOST_AHEAD = 1_000
+"""Largest number of forwards ahead of one link."""
+
+
+def name_with_ahead(name: str, ahead: Sequence[int]) -> str:
+    """Return the name of a schedule whose ranks run ahead of some links.
+
+    >>> name_with_ahead("1f1b", (1, 0, 0)), name_with_ahead("1f1b", (0, 0))
+    ('1f1b ahead=1-0-0', '1f1b')
+    """
+    return f"{name}{AHEAD}{'-'.join(map(str, ahead))}" if any(ahead) else name
+
+
+def read_ahead(text: str) -> tuple[int, ...]:
+    """Return the forwards ahead of each link, as a schedule's name has them.
+
+    >>> read_ahead("1-0-0")
+    (1, 0, 0)
+    """
+    words = text.split("-")
+    if not all(word.isdecimal() and len(word) < 10 and int(word) <= MOST_AHEAD for word in words):
+        raise DocumentError(
+            "ahead",
+            f"is '{text:.60}'; give a number of forwards up to {MOST_AHEAD} for each link between "
+            "ranks of the pipeline: 1-0-0",
+        )
+    return tuple(map(int, words))
+
+
 class Coefficients(NamedTuple):
     """`steady` and `fill` of the closed form."""
 
@@ -169,6 +200,11 @@ class Schedule:
     the slowest backward count apart."""
     last_waits: bool = True
     """The last stage may do something between a forward and its backward."""
+    ahead: tuple[int, ...] = ()
+    """[link] Forwards that every rank before a link runs earlier, for its transfers to be hidden;
+    empty: none."""
+    with_ahead: Callable[[Schedule, tuple[int, ...]], Schedule] | None = None
+    """Function that returns the schedule with such forwards; None if it has no such form."""
     weight_versions: int = 1
     """Number of copies of its parameters on a rank; above 1 if the pipeline never drains."""
     repeats: bool = False
@@ -179,7 +215,8 @@ class Schedule:
     """Closed form of every rank's fullest backward, from the weight of a micro-batch that waits for
     W; None: the orders are scanned."""
     no_slower: str | None = None
-    """Schedule under which no split is slower; it is preferred where it needs no more memory."""
+    """Schedule under which no split is slower in the closed form; it is preferred there where it
+    needs no more memory."""
     phi_bound: bool = False
     """The simulated step has a lower bound that holds for every cut of stages
     (`simulated_bounds`)."""

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from meshwright.planner.costs.predict import predict
 from meshwright.planner.costs.uncertainty import LAYOUT_ERROR
@@ -260,7 +260,8 @@ def _simpler(request: Request, answer: Answer, fastest: Ranked) -> Iterator[Rank
         if plan is None or plan.plan.layout.pipeline == 1:
             continue
         degrees = {axis: getattr(plan.plan.layout, axis) for axis in AXES}
-        plainer = _best(request, answer, {**degrees, "schedule": PLAIN}, below_s=below_s)
+        plain = {**degrees, "schedule": PLAIN, "ahead": ()}
+        plainer = _best(request, answer, plain, below_s=below_s)
         if plainer is not None:
             yield plainer
     choices: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -275,7 +276,7 @@ def _simpler(request: Request, answer: Answer, fastest: Ranked) -> Iterator[Rank
 def _best(
     request: Request,
     answer: Answer,
-    pins: dict[str, int] | dict[str, int | str],
+    pins: Mapping[str, Any],
     *,
     below_s: float = LARGE_S,
 ) -> Ranked | None:
@@ -299,7 +300,7 @@ def _best(
     )
 
 
-def _open(pins: Pins, wanted: dict[str, int] | dict[str, int | str]) -> bool:
+def _open(pins: Pins, wanted: Mapping[str, Any]) -> bool:
     """Return whether the user has pinned none of these to another value."""
     return all(getattr(pins, name) in (None, value) for name, value in wanted.items())
 

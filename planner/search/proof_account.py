@@ -68,6 +68,7 @@ UNSEARCHED = (
     "fp8 with a scale for each row",
     "expert dispatch by all-gather",
     "hierarchical dispatch in groups other than the fastest links",
+    "other numbers of forwards ahead of links",
 )
 LEFT_OUT = f"{', '.join(UNSEARCHED)}, and the choices of --allow"
 """Choices that `meshwright predict` prices and no native search looks at unasked."""
@@ -177,6 +178,54 @@ def of_plan(
         statement=statement,
     )
     return certificate.model_copy(update={"plan": proof, "statement": statement})
+
+
+def of_limits(
+    certificate: Certificate,
+    bounds_s: Sequence[float],
+    *,
+    searched: Sequence[float],
+    excluded: Sequence[float],
+    bounded: Sequence[float],
+) -> Certificate:
+    """Return the certificate of the answer under a power limit with what is proven of all limits.
+
+    `bounds_s` are seconds under the answer's limit that would take as much energy as no plan under
+    another takes less than.  Shares of the design power are those that were `searched`, those under
+    which no plan takes less than under these (`excluded`), and those that are `bounded` by them.
+    """
+    claim = f" Of power limits {_shares_text(searched)} {'was' if len(searched) == 1 else 'were'}"
+    claim += " searched."
+    if excluded:
+        claim += f" Under {_shares_text(excluded)} each plan takes as much energy or more."
+    if bounded:
+        claim += f" What plans take under {_shares_text(bounded)} is bounded by these proofs."
+    bound_s = min(certificate.objective_s, *bounds_s)
+    update: dict[str, object] = {
+        "lower_bound_s": bound_s,
+        "gap": _gap(certificate.objective_s, bound_s),
+        "optimal": bound_s >= certificate.objective_s * (1 - PROVEN),
+        "statement": certificate.statement + claim,
+        "power_limits": len(searched) + len(excluded) + len(bounded),
+    }
+    proof = certificate.plan
+    if proof is not None:
+        least_s = min(bound_s, proof.step_time_s)
+        gap = _gap(proof.step_time_s, least_s)
+        text = proof.statement + claim
+        changes = {"lower_bound_s": least_s, "gap": gap, "statement": text}
+        update |= {"plan": proof.model_copy(update=changes), "statement": text}
+    return certificate.model_copy(update=update)
+
+
+def _shares_text(shares: Sequence[float]) -> str:
+    """Return shares of the design power.
+
+    >>> _shares_text([0.6]), _shares_text([1.0, 0.9, 0.6])
+    ('60 %', '100, 90 and 60 %')
+    """
+    *most, last = (f"{100 * share:.0f}" for share in shares)
+    return f"{', '.join(most)} and {last} %" if most else f"{last} %"
 
 
 def of_parts(

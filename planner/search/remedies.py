@@ -18,6 +18,7 @@ from meshwright.planner.documents.profile import Recompute
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.requests.pins import SHORT_NAMES, Allowance, Pins
 from meshwright.planner.requests.request import Request
+from meshwright.planner.schedules import family_of
 from meshwright.planner.search.space import Degrees, every_degrees, layouts, micro_batches
 
 LAYOUTS_LOOKED_AT = 4096
@@ -115,6 +116,10 @@ def written_pin(layout: Layout | Pins, field: str) -> str | None:
         return value if value == "full" else loss_text(value)
     if value is None:
         return None
+    if field == "ahead":
+        return "-".join(map(str, value or (0,)))
+    if field == "schedule":
+        return family_of(value)
     if field != "order":
         return str(value)
     names = {"tensor": "tp", "context": "cp", "data_shard": "shard", "pipeline": "pp"}

@@ -39,9 +39,18 @@ from meshwright.planner.documents.plan import (
     WeightGatherDtype,
 )
 from meshwright.planner.documents.profile import CHUNK_ROWS, ChunkedLoss, LossGradients
+from meshwright.planner.documents.units import MOST_SAMPLES
 from meshwright.planner.operators.expert_routing import routing_of
-from meshwright.planner.schedules import PLAIN, SCHEDULES, Schedule, schedule_of
+from meshwright.planner.schedules import (
+    PLAIN,
+    SCHEDULES,
+    Schedule,
+    family_of,
+    name_with_ahead,
+    schedule_of,
+)
 from meshwright.planner.schedules.schedule import obstacle, too_long
+from meshwright.planner.schedules.schedule_record import MOST_AHEAD
 from meshwright.planner.search import axis_orders
 from meshwright.planner.search.micro_batch_size import largest_micro_batch
 from meshwright.planner.search.offload_choices import Saving
@@ -51,6 +60,7 @@ from meshwright.planner.search.partition.stage_counts import (
     run_of,
     virtual_stages,
 )
+from meshwright.planner.search.spaces.forwards_ahead import ahead_choices, may_run_ahead
 
 if TYPE_CHECKING:
     from meshwright.planner.documents.cluster import ClusterSpec
@@ -321,29 +331,42 @@ def micro_batches(request: Request, degrees: Degrees) -> list[tuple[int, int]]:
     ]
 
 
-def timetables(
-    model: ModelGraph, pipeline: int, count: int, pins: Pins, *, space: Space = EVERYTHING
-) -> tuple[Timetable, ...]:
+def timetables(request: Request, degrees: Degrees | Layout, count: int) -> tuple[Timetable, ...]:
     """Return the timetables that differ and can run `count` micro-batches, simplest first.
 
     Without a pipeline there is only one.  A graph of layers has one stage a rank.
     """
-    every = _timetables(run_of(model), pipeline, count, pins, space.virtual_stages)
+    model, pins, space, pipeline = request.model, request.pins, request.space, degrees.pipeline
+    ahead = ahead_choices(request, degrees, count)
+    every = _timetables(run_of(model), pipeline, count, pins, space.virtual_stages, ahead)
     if model.edges:
         return tuple(timetable for timetable in every if timetable.virtual_stages == 1)
     if space.schedules is None or pipeline == 1:
         return every
-    return tuple(timetable for timetable in every if timetable.schedule in space.schedules)
+    return tuple(
+        timetable for timetable in every if family_of(timetable.schedule) in space.schedules
+    )
 
 
 @lru_cache(maxsize=1 << 14)
 def _timetables(
-    run: LongestRun | None, pipeline: int, count: int, pins: Pins, most: int
+    run: LongestRun | None,
+    pipeline: int,
+    count: int,
+    pins: Pins,
+    most: int,
+    ahead: tuple[tuple[int, ...], ...],
 ) -> tuple[Timetable, ...]:
     every: list[Timetable] = []
-    for name in SCHEDULES if pipeline > 1 else (PLAIN,):
-        schedule = SCHEDULES[name]
-        if pins.schedule not in (None, name):
+    names = [
+        name_with_ahead(name, numbers)
+        for name, schedule in SCHEDULES.items()
+        for numbers in ahead
+        if not numbers or schedule.with_ahead
+    ]
+    for name in names if pipeline > 1 else (PLAIN,):
+        schedule = schedule_of(name)
+        if pins.schedule not in (None, family_of(name)):
             continue
         if schedule.stale and "stale" not in pins.allowed:
             continue
@@ -397,7 +420,7 @@ def families(
     overlaps: Sequence[Layout] = (),
 ) -> Iterator[LayoutFamily]:
     """Yield the families with these degrees: one per micro-batch and place of the inner axes."""
-    model, pins, space = request.model, request.pins, request.space
+    pins, space = request.pins, request.space
     tiers = tiers_of(request.cluster)
     divided = request.framework.tensor.sequence_parallel or degrees.tensor == 1
     by_place: dict[axis_orders.Spans, list[ShardingChoice]] = {}
@@ -421,22 +444,25 @@ def families(
     ways: dict[str, tuple[Compile, tuple[ChunkedLoss | None, ...]]] = {}
     hierarchical_all_to_all = relay_of(request, degrees)
     words = tuple(choice.tensor_overlap for choice in overlaps) or ("none",)
+    slow = _on_slow_links(request, degrees, shared)
     for size, count in micro_batches(request, degrees):
-        every: dict[tuple[Compile, tuple[ChunkedLoss | None, ...]], list[Timetable]] = {}
+        every: dict[tuple[Compile, tuple[ChunkedLoss | None, ...], bool], list[Timetable]] = {}
         waits = waits_for_host(request, degrees, size)
-        for timetable in timetables(model, degrees.pipeline, count, pins, space=space):
+        for timetable in timetables(request, degrees, count):
             way = ways.get(timetable.schedule)
             if way is None:
                 blocks = compiles(request, degrees, timetable.schedule)
                 way = ways[timetable.schedule] = blocks, losses(request, timetable.schedule)
-            every.setdefault(way, []).append(timetable)
+            ahead = bool(schedule_of(timetable.schedule).ahead)
+            every.setdefault((*way, ahead), []).append(timetable)
             if waits and weighs_compilation(request, way[0]):
-                every.setdefault(("none", way[1]), []).append(timetable)
-        for (blocks, chosen), alike in every.items():
+                every.setdefault(("none", way[1], ahead), []).append(timetable)
+        for (blocks, chosen, ahead), alike in every.items():
+            piped = slow if ahead else shared
             for place, choices, overlap, graphs in (
                 (*shared_place, overlap, captured)
                 for captured in captures(request, copy_ranks)
-                for shared_place in (undivided if captured == "micro_batch" else shared).items()
+                for shared_place in (undivided if captured == "micro_batch" else piped).items()
                 for overlap in words
             ):
                 if overlap != "none" and blocks == "none" and request.pins.compile is None:
@@ -459,6 +485,33 @@ def families(
                     dispatch=(pins.dispatch if degrees.expert > 1 else None) or "alltoall",
                     hierarchical_all_to_all=hierarchical_all_to_all,
                 )
+
+
+def _on_slow_links(
+    request: Request, degrees: Degrees, shared: dict[axis_orders.Spans, Sharings]
+) -> dict[axis_orders.Spans, Sharings]:
+    """Return the sharings of a place whose pipelines may run forwards ahead of their links."""
+    if not any(ahead_choices(request, degrees, MOST_SAMPLES)):
+        return {}
+    able = {
+        place: Sharings(
+            sharing
+            for sharing in every
+            if may_run_ahead(
+                request,
+                Layout(
+                    tensor=degrees.tensor,
+                    context=degrees.context,
+                    pipeline=degrees.pipeline,
+                    data_replicate=sharing.replicate,
+                    data_shard=sharing.shard,
+                    order=sharing.order,
+                ),
+            )
+        )
+        for place, every in shared.items()
+    }
+    return {place: every for place, every in able.items() if every}
 
 
 def relay_of(request: Request, degrees: Degrees | Layout) -> int | None:
@@ -735,7 +788,7 @@ def complexity(layout: Layout) -> tuple[int, ...]:
         layout.expert,
         layout.zero,
         layout.data_replicate if layout.zero else 0,
-        _place(layout.schedule),
+        *_place(layout.schedule),
         layout.virtual_stages,
         *(_PLACES[choice] for choice in Saving.of_layout(layout)),
         layout.prefetch,
@@ -760,8 +813,12 @@ def _axes(order: tuple[Axis, ...]) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=64)
-def _place(schedule: str) -> int:
-    return list(SCHEDULES).index(schedule)
+def _place(schedule: str) -> tuple[int, int]:
+    """Return a schedule's place among all, and a number that grows with its forwards ahead."""
+    ahead = 0
+    for number in schedule_of(schedule).ahead:
+        ahead = ahead * (MOST_AHEAD + 1) + number
+    return list(SCHEDULES).index(family_of(schedule)), ahead
 
 
 _PLACES = {

@@ -319,7 +319,8 @@ def watts_of(
     for group in cluster.groups:
         if group.accelerator.tdp_w is None:
             return None
-        spans.append(power.watts(group.devices, group.accelerator.tdp_w * power_limit))
+        share = power_limit * (group.accelerator.power_limit or 1.0)
+        spans.append(power.watts(group.devices, group.accelerator.tdp_w * share))
     return total(spans)
 
 

@@ -20,7 +20,12 @@ from meshwright.planner.catalog import (
     facility,
     source_text,
 )
-from meshwright.planner.documents.cluster import Precision
+from meshwright.planner.costs.compute import (
+    POWER_BASIS,
+    POWER_EXPONENT,
+    POWER_EXPONENT_RANGE,
+)
+from meshwright.planner.documents.cluster import PowerLimit, Precision
 from meshwright.planner.documents.document import Document, Part
 from meshwright.planner.documents.training import Lora, MasterWeights, Objective, Optimizer
 from meshwright.planner.documents.units import (
@@ -534,7 +539,7 @@ class Assumptions(Part):
     network_w_per_device: Quantity | None = None
     """Watts of the network for a device; None: the catalogue's figure."""
     power_limit_exponent: Quantity = _sourced_quantity(
-        Quantity, 0.75, 0.33, 1.0, "POWERCAP, 0.7 to 1.05; low the cube law of frequency and power"
+        Quantity, POWER_EXPONENT, *POWER_EXPONENT_RANGE, POWER_BASIS
     )
     """Exponent p: at a power limit of share x, matrix products run at x**p of their rate."""
     country: Line = "USA"
@@ -571,9 +576,6 @@ def _merge_parts(base: P, other: P) -> P:
         nested = isinstance(its, Failures | Owning | Data)
         fields[name] = _merge_parts(mine, its) if nested else its
     return base.model_copy(update=fields)
-
-
-PowerLimit = Annotated[float, Field(ge=0.6, le=1, strict=True, allow_inf_nan=False)]
 
 
 class Offer(Part):

@@ -27,7 +27,7 @@ from meshwright.planner.documents.plan import INSIDE_OUT, Axis, Job, Layout, Pla
 from meshwright.planner.documents.profile import LOSS_WORDS, ChunkedLoss, Recompute
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.frameworks.native_limits import obstacle
-from meshwright.planner.schedules import schedule
+from meshwright.planner.schedules import PLAIN, name_with_ahead, schedule
 from meshwright.runtime.engine.factory_module import graph_of_factory
 from meshwright.runtime.engine.unsupported import documents_refused, unsupported_reason
 from tests.runtime import cases, chains
@@ -38,6 +38,8 @@ OWN = "factory"
 MIXED = "mixed"
 """Recompute choices that change from layer to layer."""
 OUTSIDE_IN: tuple[Axis, ...] = tuple(reversed(INSIDE_OUT))
+AHEAD = "1f1b ahead"
+"""1F1B with a forward ahead of each link."""
 DEGREES = ("pipeline", "data_replicate", "data_shard", "context", "tensor")
 CHOSEN = (
     "recompute",
@@ -126,6 +128,13 @@ class Row:
         return self.family, self.tied, blocks
 
     @property
+    def schedule_name(self) -> str:
+        """The schedule as a plan names it, with the forwards ahead of the links that it has."""
+        if self.schedule[0] != AHEAD:
+            return self.schedule[0]
+        return name_with_ahead(PLAIN, (1,) * (self.pipeline - 1))
+
+    @property
     def micro_batches(self) -> int:
         """Per data rank; 0 if the schedule cannot be run with one.
 
@@ -172,7 +181,7 @@ class Row:
         """Return the plan without its stages."""
         return Layout(
             zero=self.zero,
-            schedule=self.schedule[0],
+            schedule=self.schedule_name,
             virtual_stages=self.schedule[1],
             micro_batches=self.micro_batches,
             expert=self.expert,
@@ -205,7 +214,7 @@ class Row:
             graph,
             cuts=self._cuts(len(graph.chain)),
             zero=self.zero,
-            schedule=self.schedule[0],
+            schedule=self.schedule_name,
             virtual_stages=self.schedule[1],
             micro_batches=self.micro_batches,
             global_batch=self.global_batch,
@@ -240,7 +249,7 @@ class Row:
         return cuts
 
     def _hinders(self, micro_batches: int) -> bool:
-        name, virtual_stages = self.schedule
+        name, virtual_stages = self.schedule_name, self.schedule[1]
         return self.stages > 1 and bool(
             schedule.obstacle(
                 name,
@@ -326,7 +335,7 @@ def choices() -> dict[str, tuple[Any, ...]]:
     ]
     every = {
         "zero": get_args(Plan.model_fields["zero"].annotation),
-        "schedule": tuple(schedules),
+        "schedule": (*schedules, (AHEAD, 1)),
         "several": (True, False),
         "recompute": (*get_args(Recompute), MIXED),
         "activations": get_args(plan_types.Activations),

@@ -151,6 +151,14 @@ GATHERED = (
     Row(data_shard=2, context=2, zero=3, prefetch=3, recompute="selective"),
 )
 """Choices of when ZeRO-3 gathers, which go with few others."""
+AHEAD = (
+    Row(family="llama", pipeline=2, schedule=(combinations.AHEAD, 1)),
+    Row(pipeline=2, schedule=(combinations.AHEAD, 1), recompute="full", uneven=True, tied=True),
+    Row(family="llama", pipeline=4, schedule=(combinations.AHEAD, 1), activations="offload"),
+    Row(family="llama", pipeline=2, data_shard=2, zero=3, schedule=(combinations.AHEAD, 1)),
+    Row(family="qwen2", pipeline=2, tensor=2, schedule=(combinations.AHEAD, 1)),
+)
+"""A forward ahead of every link of two and four ranks."""
 NARROW = (
     Row(
         family="llama",
@@ -233,6 +241,16 @@ def test_compiled_by_inductor_each_family_and_axis_trains_like_one_process(
     pytestconfig: pytest.Config,
 ) -> None:
     train_left(Records(pytestconfig.cache, INDUCTOR, BY_INDUCTOR), FEW_STEPS)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.matrix)])
+def test_with_forwards_ahead_of_its_links_it_trains_like_one_process(ranks: int) -> None:
+    rows = [row for row in AHEAD if row.ranks == ranks]
+    assert rows
+    assert not [row.text for row in rows if reason(row) is not None]
+
+    check(list(results_of(rows, ranks)))
 
 
 @pytest.mark.matrix

@@ -114,7 +114,7 @@ def executable_families(
     `refusal` says it of degrees, by their plainest layout, `saving` of what a layout saves.  `some`
     are the degrees that are of interest, by default all.
     """
-    model, pins, space = request.model, request.pins, request.space
+    pins, space = request.pins, request.space
     for degrees in every_degrees(request) if some is None else some:
         plain = plainest(request, degrees)
         reason = refusal(plain)
@@ -125,10 +125,7 @@ def executable_families(
             continue
         sizes = micro_batches(request, degrees)
         shape = {"stages": degrees.pipeline, "micro_batches": plain.micro_batches}
-        by_wires = sum(
-            len(timetables(model, degrees.pipeline, number, pins, space=space))
-            for _, number in sizes
-        )
+        by_wires = sum(len(timetables(request, degrees, number)) for _, number in sizes)
         if not sizes and too_long(**shape):
             by_wires = 1
         count = len(sharings(degrees, pins, space=space)) * by_wires

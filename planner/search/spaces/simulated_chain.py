@@ -41,6 +41,7 @@ from meshwright.planner.search.proof_budget import NEAR, Effort
 from meshwright.planner.search.queue import Bound, Item, Next, Pruned, QueueEntry
 from meshwright.planner.search.space import LayoutFamily, canonical, kind, timetables
 from meshwright.planner.search.spaces.chain import LAYOUT, ChainSpace, Families
+from meshwright.planner.search.spaces.forwards_ahead import may_run_ahead
 from meshwright.planner.solver.bounds import path_bounds as bounds
 from meshwright.planner.solver.partition_problem import (
     CutOff,
@@ -313,17 +314,12 @@ class SimulatedChain(Families):
         """Return a layout under its other schedules."""
         candidates = self.closed_form.candidates
         solutions = []
-        for name, virtual in timetables(
-            candidates.model,
-            best.pipeline,
-            best.micro_batches,
-            candidates.pins,
-            space=candidates.request.space,
-        ):
+        for name, virtual in timetables(candidates.request, best, best.micro_batches):
             layout = replace(best, schedule=name, virtual_stages=virtual)
             if not candidates.pins.order:
                 layout = canonical(candidates.cluster, layout)
-            if layout != best:
+            ahead = layout.executed_schedule.ahead
+            if layout != best and (not ahead or may_run_ahead(candidates.request, layout)):
                 solutions.append((layout, self.candidates.communication_s(layout)))
         return solutions
 

@@ -312,9 +312,7 @@ def _alike(space: SimulatedMixed, layout: Layout) -> Iterator[Layout]:
         expert=layout.expert,
     )
     for size, count in micro_batches(space.request, data):
-        for name, virtual in timetables(
-            space.model, layout.pipeline, count, space.pins, space=space.request.space
-        ):
+        for name, virtual in timetables(space.request, layout, count):
             instance = replace(
                 layout,
                 micro_batch=size,

@@ -169,6 +169,7 @@ def test_every_listed_source_is_used() -> None:
     used = "".join(file.read_text() for file in folder.glob("*.yaml") if "sources" not in file.name)
     used += "".join(sources().values())
     used += (folder.parent / "whatif" / "study.py").read_text()  # assumptions of studies
+    used += (folder.parent / "costs" / "compute.py").read_text()  # rates under power limits
 
     assert {word for word in sources() if word not in used} == set()
 

@@ -217,7 +217,7 @@ def test_a_framework_says_which_rate_of_its_device_holds() -> None:
 def test_the_more_devices_wait_for_each_other_the_longer_products_take_and_traffic_does_not(
     name: str, kind: str
 ) -> None:
-    accelerator = accelerators()[name]
+    accelerator = accelerators()[name].accelerator(name)
     counts = (1, 8, 9, 16, 64, 1000, 20_000)
     on = [device(accelerator, "bf16", native(), devices=n) for n in counts]
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from meshwright.planner.documents.plan import Layout
-from meshwright.planner.schedules import schedule_of
+from meshwright.planner.schedules import name_with_ahead, schedule_of
 from meshwright.planner.schedules.schedule import orders, rank_of_stage
 from meshwright.planner.schedules.simulate import timeline
 from meshwright.planner.search.bounds.simulated_cuts import (
@@ -28,7 +28,9 @@ from meshwright.planner.search.bounds.simulated_step import (
 )
 from meshwright.planner.search.partition.stage_counts import shares_of
 
-SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "interleaved-zb", "zbv", "dualpipe-v")
+AHEAD = "1f1b ahead"
+"""1F1B with forwards ahead of links, drawn for each step."""
+SCHEDULES = ("1f1b", AHEAD, "gpipe", "interleaved", "zb-h1", "interleaved-zb", "zbv", "dualpipe-v")
 WHOLE = ("numbers", "joints")
 """What columns have together."""
 TRIES = [40, pytest.param(3000, marks=pytest.mark.matrix)]
@@ -56,6 +58,8 @@ class Step:
         count = rng.randint(2 * ranks if schedule == "dualpipe-v" else 1, 5 * ranks)
         if schedule.startswith("inter"):
             count = ranks * rng.randint(1, 5)
+        if schedule == AHEAD:
+            schedule = name_with_ahead("1f1b", [rng.randint(0, 2) for _ in range(ranks - 1)])
         self.layout = Layout(
             pipeline=ranks, micro_batches=count, schedule=schedule, virtual_stages=virtual
         )
@@ -76,7 +80,9 @@ class Step:
             weight_s = total_s * (1 - share) * rng.uniform(0.2, 0.8) if split else 0.0
             inputs_s = total_s * (1 - share) - weight_s
             self.seconds[:, stage] = forward_s, inputs_s + weight_s, inputs_s, weight_s
-        self.transfer_s = rng.choice([0.0, 0.02, 0.4])
+        self.transfer_s = rng.choice(
+            [0.0, 0.02, 0.4, *([2.0] if schedule.startswith("1f1b") else [])]
+        )
         self.sync_s = [rng.choice([0.0, 3.0]) * rng.random() for _ in range(ranks)]
 
     @property
@@ -140,7 +146,7 @@ def test_no_step_is_below_its_pace(schedule: str, tries: int) -> None:
         shape = layout.pipeline, layout.micro_batches, layout.virtual_stages
         counted_s = step.passes_s.sum() - step.seconds[3].sum()
         simulated_s = step.simulated_s()
-        for steady, fill in paces(schedule, *shape):
+        for steady, fill in paces(layout.schedule, *shape):
             bound_s = steady * step.passes_s.max() + fill * counted_s
             if fill and not layout.executed_schedule.splits_backward:
                 bound_s += transfers(layout) * step.transfer_s

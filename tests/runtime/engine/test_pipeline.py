@@ -125,7 +125,7 @@ def run(name: str, virtual_stages: int, wrong_shape: bool = False) -> Seen:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "1f1b ahead=1-2"])
 @pytest.mark.long("1f1b", "gpipe")
 def test_ranks_act_as_written(name: str) -> None:
     written = orders(name, stages=3, micro_batches=MICRO_BATCHES)
