@@ -254,6 +254,7 @@ class Attack:
             layout.loss not in self._losses,
             layout.context > LARGEST_CONTEXT,
             layout.virtual_stages > 1 and not self._even(draft),
+            False,  # all pipelines of a draft are alike
             layout.expert > 1 and layout.order != INSIDE_OUT,
             self._gathered(layout),
             layout.scales != "tensorwise",
