@@ -111,7 +111,8 @@ def _pins_let_go(request: Request, fitting: Fitting) -> Iterator[str]:
 
 def written_pin(layout: Layout | Pins, field: str) -> str | None:
     """Return a layout's or a pin's value as `--fix` takes it; None if it has none there."""
-    value = getattr(layout, field)
+    # Whether its pipelines are alike is no word of a layout.
+    value = None if field == "pipelines" and isinstance(layout, Layout) else getattr(layout, field)
     if field == "loss":
         return value if value == "full" else loss_text(value)
     if value is None:

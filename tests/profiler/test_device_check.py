@@ -112,7 +112,7 @@ def test_a_check_that_fails_ends_no_run_and_what_is_slow_is_printed(
     result = DeviceCheck(devices=2, links=1, seconds=3.0, findings=found)
     monkeypatch.setattr(device_checks, "check_devices", lambda **_: result)
     machine: Any = type("Machine", (), {"groups": [type("Group", (), {"devices_per_node": 2})]})
-    plan: Any = type("Plan", (), {"mesh": type("Mesh", (), {"devices": 2})})
+    plan: Any = type("Plan", (), {"ranks": 2})
     fit: Any = type("Fit", (), {"machine": machine, "plan": plan})
 
     device_checks.check_before_run(fit, LaunchRun(), ALONE, quiet=False)

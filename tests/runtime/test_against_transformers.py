@@ -77,6 +77,7 @@ ROWS = (
     row("gemma2", "fp32", context=2, offload="optimizer"),
     row("gemma2", "fp32", tensor=2, pipeline=2, schedule=("interleaved-zb", 2)),
     row("gemma2", "bf16", data_shard=2, zero=3, recompute="full"),
+    row("gemma2", "bf16", pipeline=2, schedule=(combinations.AHEAD, 1)),
     row("mixtral", "fp32", tensor=2),
     row("mixtral", "bf16", tensor=2, expert=2, precision="bf16"),
     row("mixtral", "bf16", pipeline=2, schedule=("zbv", 2)),

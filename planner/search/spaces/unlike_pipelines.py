@@ -116,7 +116,7 @@ class UnlikeLayout(Layout):
     """
 
     depths: tuple[int, ...]
-    """[group] LeastStages of each of its pipelines."""
+    """[group] Stages of each of its pipelines."""
     numbers: tuple[int, ...]
     """[group] Number of its pipelines."""
 
