@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from functools import cache
@@ -30,6 +31,7 @@ from meshwright.planner.search.group_sets import (
     whole_layers_s,
     whole_samples_s,
 )
+from meshwright.planner.search.plan_candidate import Ranked
 from meshwright.planner.search.plan_preference import with_preference
 from meshwright.planner.search.proof_budget import BRIEF, USUAL, Effort
 from meshwright.planner.search.search import search
@@ -221,3 +223,17 @@ def test_ranks_with_whole_layers_take_what_the_best_of_all_assignments_takes(see
     counts = np.array(ranks)
     assert whole_layers_s(each_s, np.array([like, 1]), counts) == pytest.approx(layers_s)
     assert whole_samples_s(like + 2, each_s[:, 0], counts) == pytest.approx(samples_s)
+
+
+def test_a_plan_of_more_devices_is_no_neighbour_of_a_parts_plans() -> None:
+    """A pipeline of five ranks has no layout on four devices of the same groups."""
+    whole = request_of("3xa100-sxm-80gb+2xl40s", 20)
+    pinned = replace(whole, pins=replace(whole.pins, pipeline=5))
+    best = search(pinned, effort=BRIEF, fewest_groups=2)
+    known = Ranked(plan=best.plan, objective_s=math.inf, prediction=best.prediction)
+    part = on_group_set(whole, (0, 1), ((1, 3), (1, 1)))
+
+    on_part = search(part, effort=BRIEF, faster_than=known, fewest_groups=2)
+
+    assert best.plan.layout.pipeline == 5
+    assert on_part.plan.ranks <= 4
