@@ -5,7 +5,8 @@ or heads where another does not, and links between nodes may cost more than the 
 are looked at in the order of a bound that depends on their number of devices alone
 (planner.search.bounds.device_counts), the whole cluster among them: once a plan is known, most fall
 to that.  What is left falls to bounds of its configurations in simulated seconds, or is searched
-like the whole where one of its plans is faster.
+like the whole where one of its plans is faster.  Only a large part whose bound is within 1 % of the
+best is left at that (`FEW_NEAR`), so that the answer may be slower by as much.
 
 Devices of a CPU are processes, of which the user says how many there are.  Of several groups of
 devices every set is a part too, and every part of each group alone (planner.search.group_sets).

@@ -237,14 +237,17 @@ class SimulatedChain(Families):
         stated = self.closed_form.candidates.problem_of(layout)
         for instance, waited_s in self.candidates.instances(layout, stated):
             # Sums of bytes are no more than what ranks hold, and quicker.
-            relaxed = replace(instance, used_bytes=None)
-            solution = self.closed_form.solver(relaxed, self.goal.limit_s - step_s - waited_s)
+            relaxed, below_s = (
+                replace(instance, used_bytes=None),
+                self.goal.limit_s - step_s - waited_s,
+            )
+            solution = self.closed_form.solver(relaxed, below_s)
             if isinstance(solution, Infeasible):
                 return math.inf
             if isinstance(solution, Solution | CutOff):
                 most_s = max(most_s, solution.lower_bound_s + step_s + waited_s)
             if isinstance(solution, Solution) and self._try(layout, solution) == math.inf:
-                fitting = self.closed_form.solver(instance, self.goal.limit_s - step_s - waited_s)
+                fitting = self.closed_form.solver(instance, below_s)
                 if isinstance(fitting, Solution):
                     self._try(layout, fitting)
         if most_s < self.goal.limit_s:
