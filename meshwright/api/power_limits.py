@@ -90,13 +90,7 @@ def limited(request: Request, share: float) -> Request:
 
 def with_limit(cluster: ClusterSpec, share: float | None) -> ClusterSpec:
     """Return a cluster whose devices have a power limit, or none."""
-    groups = tuple(
-        group.model_copy(
-            update={"accelerator": group.accelerator.model_copy(update={"power_limit": share})}
-        )
-        for group in cluster.groups
-    )
-    return cluster.model_copy(update={"groups": groups})
+    return cluster.with_power_limits(lambda _: share)
 
 
 def least_energy(
@@ -200,20 +194,8 @@ def steps_of_exponents(
 
 def _with_exponent(cluster: ClusterSpec, power: float) -> ClusterSpec:
     """Return a cluster whose products fall with another power of its limits."""
-    groups = tuple(
-        group.model_copy(
-            update={
-                "accelerator": group.accelerator.model_copy(
-                    update={
-                        "power_limit": (group.accelerator.power_limit or 1.0)
-                        ** (power / POWER_EXPONENT)
-                    }
-                )
-            }
-        )
-        for group in cluster.groups
-    )
-    return cluster.model_copy(update={"groups": groups})
+    exponent = power / POWER_EXPONENT
+    return cluster.with_power_limits(lambda device: (device.power_limit or 1.0) ** exponent)
 
 
 def power_limit_notes(request: Request, plan: Plan, energy_wh: float) -> Iterator[str]:

@@ -6,7 +6,7 @@ a Profile.  Fractions of a quoted rate that kernels or collectives reach carry t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -419,6 +419,18 @@ class ClusterSpec(Document):
             tiers=group.fewer_tiers(self.tiers, nodes, devices_per_node),
             price=self.price,
         )
+
+    def with_power_limits(self, share_of: Callable[[Accelerator], float | None]) -> ClusterSpec:
+        """Return the cluster with another power limit of each device, a share of its design power.
+
+        None is full power.
+        """
+        groups = []
+        for group in self.groups:
+            device = group.accelerator
+            limited = device.model_copy(update={"power_limit": share_of(device)})
+            groups.append(group.model_copy(update={"accelerator": limited}))
+        return self.model_copy(update={"groups": tuple(groups)})
 
     def with_shapes(self, shapes: Sequence[tuple[int, int]]) -> ClusterSpec:
         """Return the cluster with some nodes of each of its groups, and some devices of each node.

@@ -16,6 +16,7 @@ from meshwright.planner.catalog import (
     rents,
 )
 from meshwright.planner.catalog.expressions import resolve_cluster
+from meshwright.planner.costs.compute import POWER_EXPONENT
 from meshwright.planner.documents.tolerances import ROUNDING
 from meshwright.planner.documents.units import MOST_DEVICES
 from meshwright.planner.errors import DocumentError
@@ -228,11 +229,10 @@ class Candidate:
         """The cluster as fast as its devices are at their power limit."""
         if self.power_limit == 1:
             return self.cluster
-        slower = changed_cluster(
-            self.cluster, "compute", self.power_limit**self.assumed.power_limit_exponent.value
-        )
-        assert slower is not None  # every device computes
-        return slower
+        # Rates of products fall with the limit to a power that the study may give.
+        power = self.assumed.power_limit_exponent.value / POWER_EXPONENT
+        share = self.power_limit**power
+        return self.cluster.with_power_limits(lambda device: share * (device.power_limit or 1.0))
 
     quoted: bool = False
     """Its offer has a price of its own: somebody sells it."""

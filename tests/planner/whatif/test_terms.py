@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from meshwright.planner.catalog.expressions import resolve_cluster
+from meshwright.planner.costs.compute import limited_rate
 from meshwright.planner.whatif.candidates import Candidate, candidates_of, watts_of
 from meshwright.planner.whatif.evaluate import tokens_in_budget
 from meshwright.planner.whatif.outcome import CandidateOutcome
@@ -91,9 +93,27 @@ def test_a_power_limit_by_hand() -> None:
     watts = watts_of(candidate.cluster, candidate.assumed, candidate.power_limit)
     assert watts is not None
     assert watts.value == pytest.approx(8 * 973.44)
-    whole = candidate.cluster.groups[0].accelerator.peak_flops["bf16"]
-    limited = candidate.limited_cluster.groups[0].accelerator.peak_flops["bf16"]
-    assert limited / whole == pytest.approx(0.845897, abs=1e-6)
+    limited, whole = candidate.limited_cluster.groups[0].accelerator, candidate.cluster.groups[0]
+    assert limited_rate(limited.power_limit or 1.0) == pytest.approx(0.845897, abs=1e-6)
+    assert limited.peak_flops == whole.accelerator.peak_flops  # of which MFU is the share
+
+
+def test_a_study_and_a_plan_take_as_long_under_one_limit() -> None:
+    candidate = one(rent=PRICE, power_limit=0.8)
+    named = resolve_cluster("8xh200-sxm,power_limit=0.8")
+    assert [group.accelerator for group in candidate.limited_cluster.groups] == [
+        group.accelerator for group in named.groups
+    ]
+
+
+def test_a_limit_beside_one_that_the_cluster_has_and_another_exponent() -> None:
+    exponent = {"value": 0.5, "low": 0.33, "high": 1.0, "source": "a measurement"}
+    candidate = one(rent=PRICE, power_limit=0.8, assumptions={"power_limit_exponent": exponent})
+    owned = candidate.cluster.with_power_limits(lambda _: 0.9)
+    [group] = replace(candidate, cluster=owned).limited_cluster.groups
+    # 0.9 of the power and its 0.75th power; of the further 0.8 the square root.
+    rate = limited_rate(group.accelerator.power_limit or 1.0)
+    assert rate == pytest.approx(0.9**0.75 * 0.8**0.5)
 
 
 def outcome(candidate: Candidate, **said: Any) -> CandidateOutcome:
