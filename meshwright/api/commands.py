@@ -37,7 +37,7 @@ from meshwright.planner.catalog import framework as framework_called
 from meshwright.planner.catalog import hub
 from meshwright.planner.catalog.expressions import resolve_model
 from meshwright.planner.costs.layout_costs import refusal
-from meshwright.planner.costs.predict import layout_prediction, plan_timeline
+from meshwright.planner.costs.predict import layout_prediction, plan_timelines
 from meshwright.planner.costs.predict import predict as predict_plan
 from meshwright.planner.costs.uncertainty import bounded_by_words, words_notes
 from meshwright.planner.documents import document
@@ -193,7 +193,7 @@ def plan(model: str | OwnScript, cluster: str, *, options: PlanCommand) -> Answe
             answer.plan,
             answer.prediction,
             cluster=request.cluster,
-            timeline=plan_timeline(answer.plan, request.model, request.cluster, measured),
+            timelines=plan_timelines(answer.plan, request.model, request.cluster, measured),
             certificate=answer.certificate,
             choices=answer.choices,
         )
@@ -1076,7 +1076,7 @@ def show(
             wanted,
             prediction,
             cluster=machine,
-            timeline=plan_timeline(wanted, graph, machine, measured),
+            timelines=plan_timelines(wanted, graph, machine, measured),
             certificate=certificate,
             choices=choices,
             why=why,
@@ -1086,7 +1086,7 @@ def show(
     if trace is not None:
         from meshwright.planner.report.timeline_picture import trace_json  # noqa: PLC0415
 
-        document.write_text(trace_json(plan_timeline(wanted, graph, machine, measured)), trace)
+        document.write_text(trace_json(plan_timelines(wanted, graph, machine, measured)), trace)
     return ShownPlan(plan=wanted, prediction=prediction, html=html, trace=trace)
 
 

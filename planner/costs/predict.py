@@ -308,19 +308,26 @@ def _ready_s(kinds: Sequence[Plan], runs: Sequence[RankTimes]) -> Iterator[tuple
         yield tuple(max(ended_s[item.layer] for item in stage.layers) for stage in kind.stages)
 
 
-def plan_timeline(
+def plan_timelines(
     plan: Plan, model: ModelGraph, cluster: ClusterSpec, profile: Profiles = None
-) -> Timeline:
-    """Return when each stage of a plan does which action."""
-    placements = placements_of(plan, model)
-    _, seats = place_stages(plan, Request.of_plan(plan, model, cluster, profile))
-    times = _stage_times(seats, plan.layout, _seconds(seats, placements))
+) -> tuple[Timeline, ...]:
+    """[kind of pipelines] Return when each stage of a plan does which action."""
+    request = Request.of_plan(plan, model, cluster, profile)
+    if plan.other_pipelines is None:
+        return (_timeline(plan, model, place_stages(plan, request)[1]),)
+    kinds, _, seats = _unlike_seats(plan, request, None)
+    return tuple(_timeline(kind, model, seat) for kind, seat in zip(kinds, seats, strict=True))
+
+
+def _timeline(plan: Plan, model: ModelGraph, seats: StagePlacements) -> Timeline:
+    layout = plan.layout
+    times = _stage_times(seats, layout, _seconds(seats, placements_of(plan, model)))
     return timeline(
         orders(
-            plan.layout.executed_schedule.name,
-            stages=plan.layout.stages,
-            micro_batches=plan.layout.micro_batches,
-            virtual_stages=plan.layout.virtual_stages,
+            layout.executed_schedule.name,
+            stages=layout.stages,
+            micro_batches=layout.micro_batches,
+            virtual_stages=layout.virtual_stages,
         ),
         forward_s=times.forward_s,
         backward_s=times.backward_s,

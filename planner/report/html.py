@@ -48,7 +48,7 @@ def page(
     prediction: Prediction,
     *,
     cluster: ClusterSpec | None = None,
-    timeline: Timeline | None = None,
+    timelines: Sequence[Timeline] = (),
     certificate: Certificate | None = None,
     choices: Sequence[Alternative] = (),
     why: str = "",
@@ -56,17 +56,19 @@ def page(
 ) -> str:
     """Return the report; `measured` rows are (what, predicted, measured, error).
 
-    The mesh is drawn on `cluster`.  `choices` are the plan and the usual ones beside it; they state
-    why it was chosen, unless `why` does.
+    The mesh is drawn on `cluster`, and a timeline for each kind of pipelines.  `choices` are the
+    plan and the usual ones beside it; they state why it was chosen, unless `why` does.
     """
     ranks = memory_of_ranks(plan, prediction)
     figures = [
         ("Memory by pipeline rank", memory_chart(ranks)),
         ("Step time by cause", time_chart(prediction)),
     ]
-    if timeline is not None and plan.mesh.pipeline > 1:
-        figures.append(("Pipeline timeline", timeline_picture(timeline)))
-        figures.append(("Memory over a step", resident_chart(timeline, ranks)))
+    drawn = _drawn(plan, timelines)
+    for of_kind, timeline, first in drawn:
+        figures.append((f"Pipeline timeline{of_kind}", timeline_picture(timeline)))
+        own = ranks[first : first + len(timeline.orders)]
+        figures.append((f"Memory over a step{of_kind}", resident_chart(timeline, own)))
     template = resources.files("meshwright.planner.report").joinpath("plan.html").read_text("utf-8")
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -89,8 +91,10 @@ def page(
         mesh=mesh_picture(plan.layout, cluster) if cluster and plan.groups is None else "",
         ranks=ranks,
         figures=figures,
-        shades=timeline_key(timeline) if timeline is not None else [],
-        hidden=left_out(timeline) if timeline is not None else 0,
+        timelines={
+            f"Pipeline timeline{of_kind}": (timeline_key(timeline), left_out(timeline))
+            for of_kind, timeline, _ in drawn
+        },
         stages=all_stages(plan),
         pipelines=pipelines_text(plan) if plan.other_pipelines else "",
         layers_text=layers_text,
@@ -98,6 +102,17 @@ def page(
         seconds=seconds_text,
         size=bytes_text,
     )
+
+
+def _drawn(plan: Plan, timelines: Sequence[Timeline]) -> list[tuple[str, Timeline, int]]:
+    """Return timelines of several ranks, each with whose it is and its first rank of all kinds."""
+    drawn, first = [], 0
+    for number, timeline in enumerate(timelines):
+        if len(timeline.orders) > 1:
+            of_kind = f", pipelines {number}" if plan.other_pipelines else ""
+            drawn.append((of_kind, timeline, first))
+        first += len(timeline.orders)
+    return drawn
 
 
 def distinct_choices(choices: Sequence[Alternative]) -> list[Alternative]:

@@ -9,7 +9,7 @@ Pipeline timelines as Chrome trace JSON, for Perfetto or chrome://tracing.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
@@ -192,32 +192,35 @@ KINDS = {
 }
 
 
-def trace_json(timeline: Timeline) -> str:
-    """Return the timeline as `traceEvents`: a process a rank, a thread for each of its stages.
+def trace_json(timelines: Sequence[Timeline]) -> str:
+    """Return timelines as `traceEvents`: a process a rank, a thread for each of its stages.
 
-    Times and durations are in microseconds.
+    Ranks of several kinds of pipelines are numbered in a row.  Times and durations are in
+    microseconds.
     """
     events: list[dict[str, object]] = []
-    for rank in range(len(timeline.orders)):
-        events.append(
-            {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}}
-        )
-        for stage in sorted({action.stage for action in timeline.orders[rank]}):
-            name = {"name": f"stage {stage}"}
-            events.append(
-                {"name": "thread_name", "ph": "M", "pid": rank, "tid": stage, "args": name}
-            )
-        events += [
-            {
-                "name": str(action),
-                "cat": KINDS.get(action.kind, "other"),
-                "ph": "X",
-                "pid": rank,
-                "tid": action.stage,
-                "ts": 1e6 * start_s,
-                "dur": 1e6 * (end_s - start_s),
-                "args": {"stage": action.stage, "micro-batch": action.micro_batch},
-            }
-            for start_s, end_s, action in timeline.actions(rank)
-        ]
+    first = 0
+    for number, timeline in enumerate(timelines):
+        of_kind = f"pipelines {number}, " if len(timelines) > 1 else ""
+        for rank in range(len(timeline.orders)):
+            events += _events(timeline, rank, first + rank, f"{of_kind}rank {rank}")
+        first += len(timeline.orders)
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+
+def _events(timeline: Timeline, rank: int, pid: int, name: str) -> Iterator[dict[str, object]]:
+    yield {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}}
+    for stage in sorted({action.stage for action in timeline.orders[rank]}):
+        of_stage = {"name": f"stage {stage}"}
+        yield {"name": "thread_name", "ph": "M", "pid": pid, "tid": stage, "args": of_stage}
+    for start_s, end_s, action in timeline.actions(rank):
+        yield {
+            "name": str(action),
+            "cat": KINDS.get(action.kind, "other"),
+            "ph": "X",
+            "pid": pid,
+            "tid": action.stage,
+            "ts": 1e6 * start_s,
+            "dur": 1e6 * (end_s - start_s),
+            "args": {"stage": action.stage, "micro-batch": action.micro_batch},
+        }

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
-from meshwright.planner.costs.predict import plan_timeline
+from meshwright.planner.costs.predict import plan_timelines
 from meshwright.planner.documents.plan import Job, Layout
 from meshwright.planner.documents.units import GIB, seconds_text
 from meshwright.planner.report.html import distinct_choices, memory_of_ranks, page, resident_gib
@@ -102,7 +102,7 @@ def test_memory_over_a_step_peaks_at_the_prediction_and_returns_to_what_is_kept(
     answer: tuple[Request, Answer],
 ) -> None:
     request, found = answer
-    step = plan_timeline(found.plan, request.model, request.cluster)
+    [step] = plan_timelines(found.plan, request.model, request.cluster)
 
     moments = resident_gib(step, memory_of_ranks(found.plan, found.prediction))
 
@@ -118,13 +118,13 @@ def test_the_page_says_why_and_the_alternatives_before_anything_else(
     answer: tuple[Request, Answer],
 ) -> None:
     request, found = answer
-    step = plan_timeline(found.plan, request.model, request.cluster)
+    [step] = plan_timelines(found.plan, request.model, request.cluster)
 
     text = page(
         found.plan,
         found.prediction,
         cluster=request.cluster,
-        timeline=step,
+        timelines=[step],
         choices=found.choices,
     )
 
@@ -160,7 +160,7 @@ def test_a_rank_of_several_stages_has_one_memory_and_the_names_of_its_stages() -
         pins=Pins(pipeline=2, virtual_stages=2, schedule="interleaved", tensor=2),
     )
     found = search(request)
-    step = plan_timeline(found.plan, request.model, request.cluster)
+    [step] = plan_timelines(found.plan, request.model, request.cluster)
 
     ranks = memory_of_ranks(found.plan, found.prediction)
 
@@ -221,7 +221,7 @@ def test_of_many_nodes_the_first_and_the_last_are_drawn(
 def test_a_trace_names_ranks_and_stages_apart() -> None:
     step = deep("interleaved", 2)
 
-    events = json.loads(trace_json(step))["traceEvents"]
+    events = json.loads(trace_json([step]))["traceEvents"]
 
     names = {(e["pid"], e.get("tid")): e["args"]["name"] for e in events if e["ph"] == "M"}
     assert names[3, None] == "rank 3" and names[3, 3] == "stage 3" and names[3, 19] == "stage 19"
@@ -238,7 +238,7 @@ def test_a_trace_keeps_the_rules_of_its_format() -> None:
     and reads times as microseconds.  Sources: "Trace Event Format" (Google, 2016), and
     perfetto.dev/docs/getting-started/other-formats, read in 2026-11.
     """
-    whole = json.loads(trace_json(deep("interleaved", 2)))
+    whole = json.loads(trace_json([deep("interleaved", 2)]))
 
     assert whole["displayTimeUnit"] in ("ms", "ns")
     threads: dict[tuple[int, int], list[tuple[float, float]]] = {}

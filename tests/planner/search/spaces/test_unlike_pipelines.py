@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import random
 from collections import Counter
@@ -13,7 +14,7 @@ import pytest
 
 from meshwright.planner.catalog.expressions import resolve_cluster
 from meshwright.planner.costs.group_costs import GroupCosts
-from meshwright.planner.costs.predict import predict, unlike_prediction
+from meshwright.planner.costs.predict import plan_timelines, predict, unlike_prediction
 from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.plan import (
     Job,
@@ -27,7 +28,9 @@ from meshwright.planner.documents.plan import (
 )
 from meshwright.planner.documents.prediction import Prediction
 from meshwright.planner.errors import DocumentError
+from meshwright.planner.report.html import page
 from meshwright.planner.report.text import pipelines_text, plan_table
+from meshwright.planner.report.timeline_picture import trace_json
 from meshwright.planner.requests.pins import Pins
 from meshwright.planner.requests.request import Request
 from meshwright.planner.search.goals import SimulatedStepGoal
@@ -264,3 +267,30 @@ def test_pins_of_unlike_pipelines_are_refused_where_devices_are_alike() -> None:
 
     with pytest.raises(DocumentError, match=r"pipelines=unlike: .* are all alike; leave it out"):
         search(Request(small_model(0), resolve_cluster("4xh100-sxm-80gb"), job, pins))
+
+
+def test_every_kind_has_its_timeline_on_the_page_and_in_the_trace() -> None:
+    request = small_request(0, CLUSTERS[0])
+    plan = next(
+        plan
+        for plan in every_plan(request)
+        if [kind.mesh.pipeline for kind in plan.kinds] == [2, 2]
+    )
+    each = plan_timelines(plan, request.model, request.cluster)
+
+    events = json.loads(trace_json(each))["traceEvents"]
+    text = page(plan, unlike_prediction(plan, request), timelines=each)
+
+    ranks = {event["pid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert list(ranks) == [0, 1, 2, 3]
+    for kind, pids in zip(plan.kinds, ((0, 1), (2, 3)), strict=True):
+        drawn = [event for event in events if event["ph"] == "X" and event["pid"] in pids]
+        assert len(drawn) == 2 * 2 * kind.micro_batches  # both passes on both ranks
+    heads = [f"<h2>Pipeline timeline, pipelines {number}</h2>" for number in range(2)]
+    assert all(text.count(head) == 1 for head in heads)
+    # What a rank holds is that of its own kind: each name is in its own picture.
+    for number in range(2):
+        picture = text.split(f"<h2>Memory over a step, pipelines {number}</h2>")[1]
+        picture = picture.split("</figure>")[0]
+        named = [f"pipelines {kind}, rank 1" in picture for kind in range(2)]
+        assert named == [number == kind for kind in range(2)]
