@@ -139,6 +139,8 @@ class LayoutFamily:
     savings: tuple[Saving, ...] = (Saving(),)
     place: axis_orders.Spans = ()
     """Reach of tensor and context groups within each tier."""
+    ahead: Sharings | None = None
+    """Sharings under which ranks may run forwards ahead of links, some of all; None: every one."""
     sequence_parallel: bool = True
     losses: tuple[ChunkedLoss | None, ...] = (None,)
     compile: Compile = "none"
@@ -168,8 +170,15 @@ class LayoutFamily:
     @property
     def size(self) -> int:
         """Number of layouts."""
-        choices = len(self.timetables) * len(self.savings) * len(self.losses)
-        return len(self.sharings) * choices
+        sharings = sum(len(self.sharings_of(timetable)) for timetable in self.timetables)
+        return sharings * len(self.savings) * len(self.losses)
+
+    def sharings_of(self, timetable: Timetable, some: Sharings | None = None) -> Sharings:
+        """Return the sharings of a timetable, of all or of some."""
+        some = some or self.sharings
+        if self.ahead is None or not schedule_of(timetable.schedule).ahead:
+            return some
+        return _common(some, self.ahead)
 
     def part(self, **changes: object) -> LayoutFamily:
         """Return a part of the family, as `dataclasses.replace` does and ten times as fast."""
@@ -237,6 +246,8 @@ class LayoutFamily:
         """Yield every layout."""
         for sharing in self.sharings:
             for timetable in self.timetables:
+                if sharing not in self.sharings_of(timetable):
+                    continue
                 for saving in self.savings:
                     for place in range(len(self.losses)):
                         yield self.layout(sharing, timetable, saving, place=place)
@@ -253,6 +264,12 @@ class LayoutFamily:
     def first(self) -> Layout:
         """The least complex layout."""
         return self.layout(self.sharings[0], self.timetables[0], self.savings[0])
+
+
+@lru_cache(maxsize=1 << 12)
+def _common(some: Sharings, others: Sharings) -> Sharings:
+    both = set(others)
+    return Sharings(sharing for sharing in some if sharing in both)
 
 
 def divisors(number: int) -> list[int]:
@@ -446,35 +463,37 @@ def families(
     words = tuple(choice.tensor_overlap for choice in overlaps) or ("none",)
     slow = _on_slow_links(request, degrees, shared)
     for size, count in micro_batches(request, degrees):
-        every: dict[tuple[Compile, tuple[ChunkedLoss | None, ...], bool], list[Timetable]] = {}
+        every: dict[tuple[Compile, tuple[ChunkedLoss | None, ...]], list[Timetable]] = {}
         waits = waits_for_host(request, degrees, size)
         for timetable in timetables(request, degrees, count):
             way = ways.get(timetable.schedule)
             if way is None:
                 blocks = compiles(request, degrees, timetable.schedule)
                 way = ways[timetable.schedule] = blocks, losses(request, timetable.schedule)
-            ahead = bool(schedule_of(timetable.schedule).ahead)
-            every.setdefault((*way, ahead), []).append(timetable)
+            every.setdefault(way, []).append(timetable)
             if waits and weighs_compilation(request, way[0]):
-                every.setdefault(("none", way[1], ahead), []).append(timetable)
-        for (blocks, chosen, ahead), alike in every.items():
-            piped = slow if ahead else shared
+                every.setdefault(("none", way[1]), []).append(timetable)
+        for (blocks, chosen), alike in every.items():
             for place, choices, overlap, graphs in (
                 (*shared_place, overlap, captured)
                 for captured in captures(request, copy_ranks)
-                for shared_place in (undivided if captured == "micro_batch" else piped).items()
+                for shared_place in (undivided if captured == "micro_batch" else shared).items()
                 for overlap in words
             ):
                 if overlap != "none" and blocks == "none" and request.pins.compile is None:
+                    continue
+                here, ahead = _by_links(alike, choices, slow.get(place))
+                if not here:
                     continue
                 yield LayoutFamily(
                     degrees=degrees,
                     micro_batch=size,
                     micro_batches=count,
                     sharings=choices,
-                    timetables=tuple(alike),
+                    timetables=here,
                     savings=saved,
                     place=place,
+                    ahead=ahead,
                     sequence_parallel=divided,
                     losses=chosen,
                     compile=blocks,
@@ -485,6 +504,20 @@ def families(
                     dispatch=(pins.dispatch if degrees.expert > 1 else None) or "alltoall",
                     hierarchical_all_to_all=hierarchical_all_to_all,
                 )
+
+
+def _by_links(
+    some: Sequence[Timetable], sharings: Sharings, slow: Sharings | None
+) -> tuple[tuple[Timetable, ...], Sharings | None]:
+    """Return the timetables that some of the sharings have, and sharings on `slow` links.
+
+    Where all are on slow links, or no timetable runs ahead of any, there is nothing to tell apart.
+    """
+    plain = tuple(timetable for timetable in some if not schedule_of(timetable.schedule).ahead)
+    ahead = _common(sharings, slow) if slow else Sharings()
+    if not ahead:
+        return plain, None
+    return tuple(some), None if ahead == sharings or len(plain) == len(some) else ahead
 
 
 def _on_slow_links(

@@ -532,10 +532,11 @@ class FamilyBounds(Configurations):
             for sharings, rooms_s in levels:
                 without = []
                 for room_s, timetable in zip(rooms_s.tolist(), family.timetables, strict=True):
-                    if room_s < math.inf:
-                        part = family.part(sharings=sharings, timetables=(timetable,))
+                    own = family.sharings_of(timetable, sharings)
+                    if room_s < math.inf and own:
+                        part = family.part(sharings=own, timetables=(timetable,))
                         parts.append((part, room_s))
-                    else:
+                    elif own:
                         without.append(timetable)
                 if without:
                     part = family.part(sharings=sharings, timetables=tuple(without))

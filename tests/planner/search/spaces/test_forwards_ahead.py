@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -15,8 +16,9 @@ from meshwright.planner.errors import DocumentError
 from meshwright.planner.framework_configs.configuration import configuration
 from meshwright.planner.requests.pins import Pins, read_pins
 from meshwright.planner.requests.request import Request
-from meshwright.planner.schedules import family_of, schedule_of
+from meshwright.planner.schedules import family_of, name_with_ahead, schedule_of
 from meshwright.planner.search.search import search
+from meshwright.planner.search.space import every_degrees, families
 from meshwright.planner.search.spaces.forwards_ahead import (
     MOST_FORWARDS,
     ahead_choices,
@@ -72,6 +74,36 @@ def test_a_pipeline_within_nodes_runs_nothing_ahead() -> None:
 
     assert may_run_ahead(of_cluster, across)
     assert not may_run_ahead(of_cluster, replace(across, order=inside))
+
+
+def test_every_layout_is_in_one_family_and_runs_ahead_of_slow_links_alone() -> None:
+    job = replace(JOB, global_batch=32)
+    asked = replace(request("2x4xh100-sxm-80gb,network=1GB/s"), job=job)
+
+    every = [family for degrees in every_degrees(asked) for family in families(asked, degrees)]
+    listed = Counter(layout for family in every for layout in family.layouts())
+
+    assert set(listed.values()) == {1}
+    assert sum(family.size for family in every) == len(listed)
+    may = {True: 0, False: 0}
+    for layout in listed:
+        if not layout.executed_schedule.ahead and layout.schedule == "1f1b":
+            for links in ahead_choices(asked, layout, layout.micro_batches)[1:]:
+                ahead = replace(layout, schedule=name_with_ahead("1f1b", links))
+                able = may_run_ahead(asked, layout)
+                assert (ahead in listed) == able
+                may[able] += 1
+    assert all(may.values())
+    # Parts by level and timetable have the same layouts again.
+    parted = Counter(
+        layout
+        for family in every
+        for timetable in family.timetables
+        for layout in family.part(
+            sharings=family.sharings_of(timetable), timetables=(timetable,)
+        ).layouts()
+    )
+    assert parted == listed
 
 
 def test_a_fast_network_gains_too_little_to_be_looked_at() -> None:
