@@ -60,6 +60,7 @@ USUAL = Effort(
         cut_stages=10_000,
         solved=24,
         programs=24,
+        ways=20_000,
         actions=70_000,
         columns=3_000,
         iterations=4_000,

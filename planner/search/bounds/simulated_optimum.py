@@ -243,7 +243,7 @@ class ColumnProgram:
         if (
             low_s >= limit_s
             or not few
-            or self._is_too_much(actions, RELAXED_COLUMNS * most_columns)
+            or self.is_too_much(actions, RELAXED_COLUMNS * most_columns)
         ):
             return low_s
         program = self._program()
@@ -251,7 +251,8 @@ class ColumnProgram:
         known += filter(None, [program.weights()])
         return low_s
 
-    def _is_too_much(self, actions: int, most_columns: int) -> bool:
+    def is_too_much(self, actions: int, most_columns: int) -> bool:
+        """Return whether the step has more actions than that, or the program more columns."""
         count = 2 * self._layout.micro_batches * self._layout.stages
         return count > actions or len(self._columns) > most_columns
 
@@ -279,7 +280,7 @@ class ColumnProgram:
         the program more columns; it stops at `nodes` of a tree, or after the round with which
         all have taken more simplex `iterations`.
         """
-        if self._is_too_much(actions, most_columns):
+        if self.is_too_much(actions, most_columns):
             return 0.0
         low_s = self.cut_s(limit_s)
         if low_s >= limit_s:

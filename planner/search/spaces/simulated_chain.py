@@ -258,7 +258,8 @@ class SimulatedChain(Families):
         """Return the least of a layout by its program; 0 if that is not known."""
         effort = self.goal.effort
         choices = self._choices(layout, self.closed_form.candidates.problem_of(layout))
-        if choices is None:
+        if choices is None or choices.is_too_much(effort.actions, effort.columns):
+            self._unspend(OPTIMUM, layout)
             return 0.0
         return choices.optimum(
             self.goal.limit_s,

@@ -415,10 +415,12 @@ class SimulatedMixed(BySimulation, MixedSpace):
         """Return the split of types [rank], places [rank + 1] and options."""
         return self.closed_form.evaluated_split(layout, order, ends, options)
 
-    def may_program(self, columns: int) -> bool:
-        """Return whether another layout's program, with this number of `columns`, may be tried."""
-        most = self.tried.effort.programs
-        return (columns <= FEW_COLUMNS or most > 1) and self.tried.try_one(PROGRAMS, most)
+    def may_program(self, choices: ColumnProgram) -> bool:
+        """Return whether another layout's program may be tried."""
+        effort, most = self.tried.effort, self.tried.effort.programs
+        if choices.is_too_much(effort.actions, effort.columns):
+            return False
+        return (choices.size <= FEW_COLUMNS or most > 1) and self.tried.try_one(PROGRAMS, most)
 
 
 class _LayoutSearch:
@@ -486,7 +488,7 @@ class _LayoutSearch:
             return low_s
         low_s = max(low_s, self.near_s())
         self.improve(columns, MOST_MOVES)
-        if low_s >= self._limit_s or not space.may_program(choices.size):
+        if low_s >= self._limit_s or not space.may_program(choices):
             return low_s
         effort = space.tried.effort
         return max(
