@@ -35,7 +35,7 @@ class Effort:
     """Layouts whose partition problems are solved."""
     programs: int = 12
     """Layouts whose programs are."""
-    ways: int = 1_500
+    ways: int = 6_000
     """Ways in which the layers of a rank may recompute, where a program is tried."""
     actions: int = 2_500
     """Most actions of a step whose program is tried."""
