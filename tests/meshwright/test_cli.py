@@ -340,7 +340,7 @@ def test_every_option_of_a_command_is_an_argument_of_its_function(command: str) 
     # An option that chooses another function: commands.profile_agenda.
     shown |= {"profile": {"dry_run"}}.get(command, set())
 
-    options = set(inspect.signature(cli.COMMANDS[command]).parameters) - shown
+    options = set(inspect.signature(cli.command_of(command)).parameters) - shown
     function = launches.launch if command == "launch" else getattr(commands, command)
 
     records = {*LaunchRun.model_fields, *Where.model_fields} if command == "launch" else set()
