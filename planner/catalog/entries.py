@@ -58,7 +58,7 @@ def with_installed(shipped: LazyValues[E], installed: Mapping[str, E]) -> Mappin
 def entry_texts(text: str) -> dict[str, str]:
     r"""Return the text of each entry of a file.
 
-    >>> entry_texts("format: 1\nnodes:\n  box:\n    aliases: [b]\n  # Large ones\n  rack:\n    a: 1\n")
+    >>> entry_texts("nodes:\n  box:\n    aliases: [b]\n  # Large ones\n  rack:\n    a: 1\n")
     {'box': '    aliases: [b]\n  # Large ones\n', 'rack': '    a: 1\n'}
     """
     return dict(ENTRY.findall(text))

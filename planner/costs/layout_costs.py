@@ -194,6 +194,7 @@ class CostTables:
         self._parts = self._layer_parts()
         self._known_states: dict[tuple[object, ...], tuple[States, ...]] = {}
         self._layouts: dict[tuple[object, ...], _ScheduleFreeCosts] = {}
+        self._known_costs: dict[Layout, LayoutCosts] = {}
         self.slack = self.tight = 1.0
         if not self._rates.on_cpu:
             rule = self._rates.framework.memory
@@ -230,7 +231,7 @@ class CostTables:
             self.model, self.job, self._rates.framework, replicas.number
         )
         tables._parts = tables._layer_parts()
-        tables._known_states, tables._layouts = {}, {}
+        tables._known_states, tables._layouts, tables._known_costs = {}, {}, {}
         return tables
 
     def costs_of(self, layout: Layout) -> LayoutCosts:
@@ -239,7 +240,10 @@ class CostTables:
         Where layers form a graph, transfers are the least and buffers the most that any boundary
         has.
         """
-        return self._layout_costs(layout, linked=True)
+        costs = self._known_costs.get(layout)
+        if costs is None:
+            costs = self._known_costs[layout] = self._layout_costs(layout, linked=True)
+        return costs
 
     def of_any_loss(self, layout: Layout, losses: Sequence[ChunkedLoss | None]) -> LayoutCosts:
         """Return the costs of layouts that differ in how they compute the loss alone, as of one.

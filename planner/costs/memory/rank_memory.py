@@ -294,6 +294,13 @@ def _fullest(moments: ArrayLike) -> list[float]:
     return list(each[at, :, np.arange(each.shape[2])].T)
 
 
+def _fuller(moments: list[tuple[float, float]]) -> list[float]:
+    """Return the same of (stored, working), which is quick where these are numbers."""
+    if any(isinstance(size, np.ndarray) for pair in moments for size in pair):
+        return _fullest(moments)
+    return [float(size) for size in max(moments, key=lambda pair: pair[0] + pair[1])]
+
+
 def _ends(layers: Layers, *, first: bool, last: bool, keeps_sent: bool) -> float:
     """Return how many tensors that cross its ends a micro-batch in flight keeps on a stage."""
     received = layers[0].receives * (not first) if layers else 0
@@ -377,6 +384,10 @@ def _at_most(moments: Moments, held: Sequence[StageBytes]) -> list[float]:
     activations += moments.waiting @ np.array([stage.kept for stage in held])
     activations += acting[:, 0]
     buffers = moments.holding @ np.array([stage.buffers for stage in held])
+    if activations.ndim == 1:
+        working = acting[:, 1]
+        at = (activations + working + buffers).argmax()
+        return [float(activations[at]), float(working[at]), float(buffers[at])]
     return _fullest(np.stack([activations, acting[:, 1], buffers], axis=1))
 
 
@@ -401,9 +412,9 @@ def stage_bytes(
         host=sum(layer.host for layer in layers),
         stored=so_far,
         kept=kept,
-        forward=_fullest(forward),
-        backward=_fullest(backward),
-        input_backward=_fullest(input_backward),
+        forward=_fuller(forward),
+        backward=_fuller(backward),
+        input_backward=_fuller(input_backward),
         buffers=_ends(layers, first=first, last=last, keeps_sent=keeps_sent) * boundary_bytes,
     )
 
