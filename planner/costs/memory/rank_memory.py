@@ -18,7 +18,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
-from typing import TYPE_CHECKING, Protocol, cast
+from operator import add
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -395,7 +396,9 @@ def stage_bytes(
     layers: Layers, boundary_bytes: float, *, first: bool, last: bool, keeps_sent: bool
 ) -> StageBytes:
     """Return the bytes of a stage; it may be the first or the last of the model."""
-    kept = behind = sum(layer.kept for layer in layers)
+    # [field of `LayerBytes`][layer]
+    every: Any = LayerBytes(*zip(*layers, strict=True)) if layers else _NO_LAYERS
+    kept = behind = sum(every.kept)
     so_far = nothing = 0.0 * kept
     forward, backward, input_backward = ([(nothing, nothing)] for _ in range(3))
     for layer, beside in zip(layers, moving_beside(layers), strict=True):
@@ -405,11 +408,11 @@ def stage_bytes(
         backward.append((so_far, layer.backward + beside))
         input_backward.append((so_far + behind, layer.input + beside))
     return StageBytes(
-        parameters=sum(layer.parameters + layer.gathered for layer in layers),
-        gradients=sum(layer.gradients + layer.gradient_buffers for layer in layers),
-        optimizer=sum(layer.optimizer for layer in layers),
-        bucket=_largest(layer.bucket for layer in layers),
-        host=sum(layer.host for layer in layers),
+        parameters=sum(map(add, every.parameters, every.gathered)),
+        gradients=sum(map(add, every.gradients, every.gradient_buffers)),
+        optimizer=sum(every.optimizer),
+        bucket=_largest(every.bucket),
+        host=sum(every.host),
         stored=so_far,
         kept=kept,
         forward=_fuller(forward),
@@ -417,6 +420,9 @@ def stage_bytes(
         input_backward=_fuller(input_backward),
         buffers=_ends(layers, first=first, last=last, keeps_sent=keeps_sent) * boundary_bytes,
     )
+
+
+_NO_LAYERS: Any = LayerBytes(*[()] * len(LayerBytes._fields))  # type: ignore[arg-type]
 
 
 def moving_beside(layers: Layers) -> list[float]:

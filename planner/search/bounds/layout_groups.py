@@ -331,8 +331,8 @@ def _per_sharing(seconds: float, sharings: Sequence[ShardingChoice]) -> Floats:
 
 Levels = list[tuple[Sharings, bounds.Floats]]
 """Sharings of one ZeRO level, with a bound for each timetable."""
-Bounded = list[tuple[Layout, float]]
-"""Layouts and the least seconds of each."""
+Bounded = list[float]
+"""[sharing] The least seconds of the layouts of a part."""
 
 
 class FamilyBounds(Configurations):
@@ -359,6 +359,8 @@ class FamilyBounds(Configurations):
             self._counts[layer.kind] = self._counts.get(layer.kind, 0) + layer.repeat
         self._commonest = max(self._counts.items(), key=lambda item: item[1])
         self._known_paces: dict[tuple[object, ...], ObjectiveCoefficients] = {}
+        self._known_numbers: dict[tuple[int, int, str, int], int] = {}
+        """How many paces a timetable has that differ."""
         self._rates = self.tables.rates
         self._types = state_types(
             self._rates.framework, request.job.precision, moments=self.model.optimizer_bytes
@@ -497,9 +499,16 @@ class FamilyBounds(Configurations):
                 )
                 rows = [self._pace_figures(layout, *pace) for pace in self.paces(layout)]
                 columns.append((rows * self._most_paces)[: self._most_paces])
+                self._known_numbers[pipeline, count, name, virtual] = len(rows)
             # [timetable, pace, figure] -> [figure, pace, timetable]
             self._known_paces[key] = ObjectiveCoefficients(*np.array(columns).T)
         return self._known_paces[key]
+
+    def _each_pace_of(self, part: LayoutFamily) -> list[ObjectiveCoefficients]:
+        """Return the paces of a part with one timetable."""
+        coefficients, [timetable] = self._paces_of(part), part.timetables
+        key = part.degrees.pipeline, part.micro_batches, *timetable
+        return coefficients.one_by_one(self._known_numbers[key])
 
     def _pace_figures(self, layout: Layout, steady: float, fill: float) -> tuple[float, ...]:
         """Return the figures of `ObjectiveCoefficients` for one pace of a layout's timetable."""
@@ -622,7 +631,7 @@ class FamilyBounds(Configurations):
             if kind != commonest
         ]
         each_s = []
-        for pace in self._paces_of(part).one_by_one(len(self.paces(part.first))):
+        for pace in self._each_pace_of(part):
             ((steady, fill, credited, actions, fewest_s),) = np.array(pace)[:, 0].T.tolist()
             # Both are arrays [sharing].
             alone_s = self._chain.fastest_s[list(self._counts).index(commonest), number]
@@ -646,7 +655,7 @@ class FamilyBounds(Configurations):
         return part_bounds
 
     def shared_rooms_s(self, parts: Sequence[LayoutFamily]) -> list[Bounded]:
-        """[part][layout] Least seconds with the sharding of the commonest layers, within memory.
+        """[part][sharing] Least seconds with the sharding of the commonest layers, within memory.
 
         Parts are as in `shared_s`.  Of sharings that divide states among as many ranks, wherever
         they lie, the least of every figure stands for all.
@@ -662,8 +671,7 @@ class FamilyBounds(Configurations):
             for index, sharing in enumerate(part.sharings):
                 level = 1 if _alike(part) and sharing.zero == 2 else sharing.zero
                 groups.setdefault((level, sharing.shard), []).append(index)
-            coefficients = self._paces_of(part).one_by_one(len(self.paces(part.first)))
-            for group, pace in itertools.product(groups.values(), coefficients):
+            for group, pace in itertools.product(groups.values(), self._each_pace_of(part)):
                 members.append((least_s, group))
                 units.append(GroupUnderSharding(part, part.sharings[group[0]]))
                 paces.append(pace)
@@ -677,15 +685,13 @@ class FamilyBounds(Configurations):
                 seen_s.append(seen)
                 steadily = float(pace.fill[0, 0]) == 0.0
                 synced_s.append(float(moved.once_s[group].min()) if steadily else math.nan)
-            result.append((part, least_s))
+            result.append(least_s)
         rooms_s = self._within_memory_s(
             units, paces, np.array(once_s), np.array(seen_s), np.array(synced_s)
         )
         for (least_s, group), (room_s,) in zip(members, rooms_s, strict=True):
             least_s[group] = np.maximum(least_s[group], room_s)
-        return [
-            list(zip(part.layouts(), least_s.tolist(), strict=True)) for part, least_s in result
-        ]
+        return [least_s.tolist() for least_s in result]
 
     def paces(self, layout: Layout) -> tuple[tuple[float, float], ...]:
         """Return `steady` and `fill` of each bound of a layout's step, up to `_most_paces`.

@@ -104,7 +104,7 @@ class _Alike:
         layers, count = self._layers, len(limit_s)
         way_s = np.where(self._alone_s <= limit_s, self._way_s, np.inf)
         able = np.isfinite(way_s)
-        anywhere = able.any(axis=2)
+        anywhere: Booleans = np.any(able, axis=2)
         most: Indices = (anywhere * np.arange(able.shape[1])).max(axis=1)
         room_s = limit_s - self._behind_s
         # [rank] Layers that the ranks from it on hold at most, in any pipeline.

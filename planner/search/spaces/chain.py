@@ -25,6 +25,7 @@ from meshwright.planner.search.proof_account import (
     UNKEPT,
 )
 from meshwright.planner.search.queue import Bound, Next, Pruned, QueueEntry, SearchSpace
+from meshwright.planner.search.space import OneLayout
 from meshwright.planner.solver.bounds.memory_feasibility import why_infeasible
 from meshwright.planner.solver.chain import solve_chain
 from meshwright.planner.solver.partition_problem import (
@@ -98,9 +99,9 @@ class Families(SearchSpace):
         else:
             parts = [entry.item for entry in some]
             bounds, bounds_of = self.candidates.opened, self.candidates.shared_rooms_s
-            for entry, layouts in zip(some, _together(bounds, parts, bounds_of), strict=True):
-                for layout, least_s in layouts:
-                    yield max(entry.bound_s, least_s), LAYOUT, layout
+            for entry, each_s in zip(some, _together(bounds, parts, bounds_of), strict=True):
+                for sharing, least_s in zip(entry.item.sharings, each_s, strict=True):
+                    yield max(entry.bound_s, least_s), LAYOUT, OneLayout(entry.item, sharing)
 
     def _parts_of(self, some: Sequence[QueueEntry]) -> Iterable[Next]:
         """Yield the parts of families: savings first, then levels and timetables."""
