@@ -397,7 +397,7 @@ def stage_bytes(
 ) -> StageBytes:
     """Return the bytes of a stage; it may be the first or the last of the model."""
     # [field of `LayerBytes`][layer]
-    every: Any = LayerBytes(*zip(*layers, strict=True)) if layers else _NO_LAYERS
+    every: Any = LayerBytes._make(zip(*layers, strict=True)) if layers else _NO_LAYERS
     kept = behind = sum(every.kept)
     so_far = nothing = 0.0 * kept
     forward, backward, input_backward = ([(nothing, nothing)] for _ in range(3))
@@ -422,7 +422,7 @@ def stage_bytes(
     )
 
 
-_NO_LAYERS: Any = LayerBytes(*[()] * len(LayerBytes._fields))  # type: ignore[arg-type]
+_NO_LAYERS: Any = LayerBytes._make([()] * len(LayerBytes._fields))
 
 
 def moving_beside(layers: Layers) -> list[float]:
