@@ -101,7 +101,7 @@ def command_of(name: str) -> Callable[..., None]:
 
 def app(names: Iterable[str] = COMMANDS) -> typer.Typer:
     """Return the command line with some of its commands, whose modules are imported."""
-    made = typer.Typer(
+    line = typer.Typer(
         help="Finds the fastest way to train your model on your machines that fits in memory, "
         "proves it, and runs it.",
         no_args_is_help=True,
@@ -110,12 +110,12 @@ def app(names: Iterable[str] = COMMANDS) -> typer.Typer:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    made.callback()(_options)
+    line.callback()(_options)
     for name in names:
         # Behind `run SCRIPT` come the script's own options.
         settings = {"allow_interspersed_args": name != "run"}
-        made.command(name, epilog=epilog(name), context_settings=settings)(command_of(name))
-    return made
+        line.command(name, epilog=epilog(name), context_settings=settings)(command_of(name))
+    return line
 
 
 def main(arguments: list[str] | None = None) -> int:

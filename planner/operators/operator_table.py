@@ -326,13 +326,13 @@ def known_by_choice(
     name = f"_known_{method.__name__}"
 
     @wraps(method)
-    def known(table: OperatorTable, recompute: Recompute) -> R:
+    def result_of(table: OperatorTable, recompute: Recompute) -> R:
         results: dict[Recompute, R] = table.__dict__.setdefault(name, {})
         if recompute not in results:
             results[recompute] = method(table, recompute)
         return results[recompute]
 
-    return known
+    return result_of
 
 
 class BackwardMoment(NamedTuple):

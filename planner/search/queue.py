@@ -279,7 +279,7 @@ class Queue:
             return
         while len(self._heaps) <= level:
             self._heaps.append([])
-        item = item.made() if isinstance(item, OneLayout) else item
+        item = item.layout() if isinstance(item, OneLayout) else item
         simple = complexity(item) if isinstance(item, Layout) else ()
         entry = QueueEntry(bound_s, simple, next(self._numbers), level, item, space)
         heapq.heappush(self._heaps[level], entry)

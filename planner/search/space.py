@@ -271,7 +271,7 @@ class OneLayout(NamedTuple):
         """Degrees of the layout."""
         return self.family.degrees
 
-    def made(self) -> Layout:
+    def layout(self) -> Layout:
         """Return the layout."""
         return self.family.layout(self.sharing, self.family.timetables[0])
 

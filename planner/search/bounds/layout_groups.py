@@ -621,38 +621,61 @@ class FamilyBounds(Configurations):
 
     def _sharing_bounds(self, part: LayoutFamily) -> _PartBounds:
         """Return what sharing takes of the commonest layers."""
-        if part in self._known_shared:
-            return self._known_shared[part]
-        number, moved = self._divided[part.computation_key], self._sharding.costs_of(part)
+        if part not in self._known_shared:
+            self.bound_sharing([part])
+        return self._known_shared[part]
+
+    def bound_sharing(self, parts: Iterable[LayoutFamily]) -> None:
+        """Work out `shared_s` of many parts at once, whose paces and sharings lie in a row."""
         commonest, layers = self._commonest
-        rows = [
-            (self._counts[kind], float(self._chain.fastest_s[at, number]), 0.0)
-            for at, kind in enumerate(self._counts)
-            if kind != commonest
-        ]
-        each_s = []
-        for pace in self._each_pace_of(part):
-            ((steady, fill, credited, actions, fewest_s),) = np.array(pace)[:, 0].T.tolist()
-            # Both are arrays [sharing].
-            alone_s = self._chain.fastest_s[list(self._counts).index(commonest), number]
-            passes_s, once_s = self._with_once(
-                part, fill, moved.passes_s, moved.once_s, alone_s=float(alone_s)
-            )
-            each_s.append(
-                bounds.balanced_s(
-                    [*rows, (layers, cast(float, passes_s), cast(float, once_s))],
-                    stages=part.degrees.pipeline,
-                    exposed_s=actions * self.tables.action_s,
-                    each_exposed_s=fewest_s * self.tables.action_s,
-                    steady=steady,
-                    fill=fill,
-                    credits_s=credited * float(self._chain.credits_s[number]),
+        kinds = list(self._counts)
+        alone_s = self._chain.fastest_s[kinds.index(commonest)]
+        new = [part for part in parts if part not in self._known_shared]
+        costs = [self._sharding.costs_of(part) for part in new]
+        figures, moved, sizes = [], [], []
+        for part, of_part in zip(new, costs, strict=True):
+            number = self._divided[part.computation_key]
+            for pace in self._each_pace_of(part):
+                [coefficients] = np.array(pace)[:, 0].T.tolist()
+                figures.append((number, part.degrees.pipeline, *coefficients))
+                passes_s, once_s = self._with_once(
+                    part,
+                    coefficients[1],
+                    of_part.passes_s,
+                    of_part.once_s,
+                    alone_s=float(alone_s[number]),
                 )
-            )
-        balanced_s = np.max(each_s, axis=0)
-        least_s = np.asarray(balanced_s * (1 - ROUNDING) + self.tables.step_s)
-        part_bounds = self._known_shared[part] = _PartBounds(least_s, moved)
-        return part_bounds
+                moved.append((passes_s, once_s))
+                sizes.append(len(part.sharings))
+        if not new:
+            return
+        columns = np.repeat(np.array(figures).T, sizes, axis=1)
+        number, (stages, steady, fill, credited, actions, fewest_s) = (
+            columns[0].astype(np.intp),
+            cast(tuple[float, ...], columns[1:]),
+        )
+        passes_s, once_s = (np.concatenate(column) for column in zip(*moved, strict=True))
+        balanced_s = bounds.balanced_s(
+            [
+                *(
+                    (self._counts[kind], cast(float, self._chain.fastest_s[at, number]), 0.0)
+                    for at, kind in enumerate(kinds)
+                    if kind != commonest
+                ),
+                (layers, cast(float, passes_s), cast(float, once_s)),
+            ],
+            stages=stages,
+            exposed_s=actions * self.tables.action_s,
+            each_exposed_s=fewest_s * self.tables.action_s,
+            steady=steady,
+            fill=fill,
+            credits_s=credited * cast(float, self._chain.credits_s[number]),
+        )
+        each_s = iter(np.split(balanced_s, np.cumsum(sizes)[:-1]))
+        for part, of_part in zip(new, costs, strict=True):
+            paces = [next(each_s) for _ in self._each_pace_of(part)]
+            least_s = np.max(paces, axis=0) * (1 - ROUNDING) + self.tables.step_s
+            self._known_shared[part] = _PartBounds(least_s, of_part)
 
     def shared_rooms_s(self, parts: Sequence[LayoutFamily]) -> list[Bounded]:
         """[part][sharing] Least seconds with the sharding of the commonest layers, within memory.

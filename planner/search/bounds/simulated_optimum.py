@@ -454,7 +454,7 @@ class Columns:
         """By kind of layer."""
         self._sums: dict[tuple[object, ...], tuple[list[int], Indices, Floats]] = {}
         """Choices of the main kind that are within memory by sums of bytes."""
-        self._ways_alone: dict[tuple[object, ...], _Ways] = {}
+        self._ways_alone: dict[tuple[object, ...], _MainKindChoices] = {}
         """The same with nothing beside them, within memory or not."""
         self._least_s: dict[tuple[object, ...], float] = {}
         """By rank and the number of entries of each kind: least seconds within memory by sums."""
@@ -591,7 +591,7 @@ class Columns:
         key = rank, most, tuple(sorted(given.items())), among is None
         if key not in self._sums:
             ways = self._ways_of(rank, most, among)
-            passes_s, able = ways.beside(self._options_of(given), self._room_s)
+            passes_s, able = ways.with_others(self._options_of(given), self._room_s)
             self._sums[key] = ways.order, ways.numbers[able], passes_s[able]
         return self._sums[key]
 
@@ -601,7 +601,7 @@ class Columns:
 
     def _ways_of(
         self, rank: int, most: tuple[int, int], among: Sequence[int] | None = None
-    ) -> _Ways:
+    ) -> _MainKindChoices:
         """Return the choices of the main kind alone, of which there are as many as `most` says."""
         key = rank, most, among is None
         if key not in self._ways_alone:
@@ -610,7 +610,7 @@ class Columns:
             order = sorted(among or range(len(table)), key=lambda at: table[at].time_s)
             numbers = option_counts(number, len(order))
             transient = np.array([table[at].transient_bytes for at in order])
-            self._ways_alone[key] = _Ways(
+            self._ways_alone[key] = _MainKindChoices(
                 order=order,
                 numbers=numbers,
                 stage=stage,
@@ -701,7 +701,7 @@ class Columns:
         ways, least_s = self._ways_of(rank, most, worth[most[0]]), math.inf
         for beside in numbers:
             taken = self._options_of(dict(zip(others, beside, strict=True)))
-            passes_s, able = ways.beside(taken, self._room_s)
+            passes_s, able = ways.with_others(taken, self._room_s)
             least_s = min(least_s, float(passes_s.min(initial=math.inf, where=able)))
         return least_s
 
@@ -1004,7 +1004,7 @@ def _along(kinds: tuple[int, ...], picked: dict[int, tuple[int, ...]]) -> tuple[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Ways:
+class _MainKindChoices:
     """How many layers of one kind may have each option on a rank; arrays [way]."""
 
     order: list[int]
@@ -1018,7 +1018,9 @@ class _Ways:
     widest: Floats
     """Largest transient bytes."""
 
-    def beside(self, others: Sequence[Option], room_s: float) -> tuple[Floats, NDArray[np.bool_]]:
+    def with_others(
+        self, others: Sequence[Option], room_s: float
+    ) -> tuple[Floats, NDArray[np.bool_]]:
         """[way] Seconds with other layers, and whether limit and memory leave room for it."""
         stage = self.stage
         passes_s = sum(option.time_s for option in others) + self.seconds

@@ -92,10 +92,11 @@ class Families(SearchSpace):
         if level == FAMILY:
             yield from self._parts_of(some)
         elif level == PART:
-            for entry in some:
-                for part in entry.item.by_loss():
-                    least_s = float(self.candidates.shared_s(part).min())
-                    yield max(entry.bound_s, least_s), SHARED, part
+            parts = [(entry, part) for entry in some for part in entry.item.by_loss()]
+            self.candidates.bound_sharing(part for _, part in parts)
+            for entry, part in parts:
+                least_s = float(self.candidates.shared_s(part).min())
+                yield max(entry.bound_s, least_s), SHARED, part
         else:
             parts = [entry.item for entry in some]
             bounds, bounds_of = self.candidates.opened, self.candidates.shared_rooms_s

@@ -313,7 +313,7 @@ class SimulatedChain(Families):
             if part.degrees.pipeline > 1:
                 for sharing, bound_s in zip(part.sharings, each_s, strict=True):
                     if bound_s < self.goal.limit_s:
-                        yield bound_s, self, OneLayout(part, sharing).made()
+                        yield bound_s, self, OneLayout(part, sharing).layout()
 
     def other_schedules(self, best: Layout) -> list[tuple[float, SimulatedChain, Layout]]:
         """Return a layout under its other schedules."""
