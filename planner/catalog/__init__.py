@@ -8,7 +8,7 @@ read that somebody asks for.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from importlib import resources
 from importlib.resources.abc import Traversable
@@ -383,12 +383,18 @@ def pcie(entry: AcceleratorEntry) -> tuple[LinkTier, ...]:
 
 
 @cache
-def nodes() -> Mapping[str, NodeEntry]:
+def nodes() -> LazyValues[NodeEntry]:
     """Return every node type by name."""
     return _entries(
         "nodes.yaml",
         lambda name, data: _NodesFile.of({"format": 1, "nodes": {name: data}}).nodes[name],
     )
+
+
+def nodes_of(accelerator: str) -> Iterator[NodeEntry]:
+    """Yield the node types with an accelerator, as the catalogue names it."""
+    line = f"    accelerator: {accelerator}\n"
+    return (nodes()[name] for name, text in nodes().texts.items() if line in text)
 
 
 @cache
