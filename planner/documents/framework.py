@@ -909,22 +909,22 @@ OPTIONS: Mapping[str, Mapping[str, object]] = {
     # A graph is launched whole: nothing of a step's Python and launches is left but the optimizer's
     # and the data's (torch.cuda.CUDAGraph.replay is one call).
     "graphed-steps": {
-        "host.layer_s": PerPass(),
-        "host.kernel_s": PerPass(),
-        "host.adapter_s": PerPass(),
+        "host.layer_s": PerPass.model_construct(),
+        "host.kernel_s": PerPass.model_construct(),
+        "host.adapter_s": PerPass.model_construct(),
         "host.experts_s": 0.0,
         "host.rank_s": 0.0,
         "host.action_s": 0.0,
     },
     # Attention and the router of each layer and pass are replayed, the experts are launched.
     "graphed-attention": {
-        "host.layer_s": PerPass(forward=GRAPH_REPLAY_S, backward=GRAPH_REPLAY_S),
+        "host.layer_s": PerPass.model_construct(forward=GRAPH_REPLAY_S, backward=GRAPH_REPLAY_S),
     },
     # A replay of each layer and pass: a Python call, copies of its inputs, one launch.
     "graphed-layers": {
-        "host.layer_s": PerPass(forward=GRAPH_REPLAY_S, backward=GRAPH_REPLAY_S),
-        "host.kernel_s": PerPass(),
-        "host.adapter_s": PerPass(),
+        "host.layer_s": PerPass.model_construct(forward=GRAPH_REPLAY_S, backward=GRAPH_REPLAY_S),
+        "host.kernel_s": PerPass.model_construct(),
+        "host.adapter_s": PerPass.model_construct(),
         "host.experts_s": 0.0,
         "host.rank_s": 0.0,
     },
