@@ -255,27 +255,6 @@ class LayoutFamily:
         return self.layout(self.sharings[0], self.timetables[0], self.savings[0])
 
 
-class OneLayout(NamedTuple):
-    """A layout of a family with one timetable, saving and loss, made where it is of interest."""
-
-    family: LayoutFamily
-    sharing: ShardingChoice
-
-    @property
-    def size(self) -> int:
-        """Number of layouts."""
-        return 1
-
-    @property
-    def degrees(self) -> Degrees:
-        """Degrees of the layout."""
-        return self.family.degrees
-
-    def layout(self) -> Layout:
-        """Return the layout."""
-        return self.family.layout(self.sharing, self.family.timetables[0])
-
-
 def divisors(number: int) -> list[int]:
     """Return all divisors in ascending order.
 

@@ -295,7 +295,7 @@ class MemoryBounds:
 
     def _boundary_bytes(self, layouts: Sequence[Layout], settings: Indices) -> Floats:
         """[layout] Bytes that cross a boundary; layouts of a division compute alike."""
-        keys = list(zip(settings.tolist(), (one.pipeline > 1 for one in layouts), strict=True))
+        keys = [(at, one.pipeline > 1) for at, one in zip(settings.tolist(), layouts, strict=True)]
         some = dict(zip(keys, layouts, strict=True))
         known = {key: self._tables.boundary_bytes(layout) for key, layout in some.items()}
         return np.array([known[key] for key in keys])

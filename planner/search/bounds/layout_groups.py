@@ -36,7 +36,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -611,71 +611,53 @@ class FamilyBounds(Configurations):
         )
         return np.split(bounds_s, np.cumsum([len(family.timetables) for family, _ in units])[:-1])
 
-    def shared_s(self, part: LayoutFamily) -> bounds.Floats:
-        """[sharing] Least seconds with what sharding the commonest layers adds, memory ignored.
+    def shared_s(self, parts: Sequence[LayoutFamily]) -> list[bounds.Floats]:
+        """[part][sharing] Least seconds with what sharding the commonest layers adds.
 
-        `part` has one ZeRO level, timetable and loss.  The other layers take their fewest seconds
-        anywhere, and what crosses a boundary of the pipeline takes no time.
+        Memory is ignored; parts have one ZeRO level, timetable and loss.  The other layers take
+        their fewest seconds anywhere, and what crosses a boundary of the pipeline takes no time.
         """
-        return self._sharing_bounds(part).least_s
+        self._bound_sharing(parts)
+        return [self._known_shared[part].least_s for part in parts]
 
-    def _sharing_bounds(self, part: LayoutFamily) -> _PartBounds:
-        """Return what sharing takes of the commonest layers."""
-        if part not in self._known_shared:
-            self.bound_sharing([part])
-        return self._known_shared[part]
-
-    def bound_sharing(self, parts: Iterable[LayoutFamily]) -> None:
-        """Work out `shared_s` of many parts at once, whose paces and sharings lie in a row."""
+    def _bound_sharing(self, parts: Sequence[LayoutFamily]) -> None:
+        """Work out what sharing takes of many parts, whose paces and sharings lie in a row."""
         commonest, layers = self._commonest
-        kinds = list(self._counts)
-        alone_s = self._chain.fastest_s[kinds.index(commonest)]
-        new = [part for part in parts if part not in self._known_shared]
-        costs = [self._sharding.costs_of(part) for part in new]
-        figures, moved, sizes = [], [], []
-        for part, of_part in zip(new, costs, strict=True):
+        kinds, fastest_s = list(self._counts), self._chain.fastest_s
+        new = {
+            part: self._sharding.costs_of(part) for part in parts if part not in self._known_shared
+        }
+        rows: list[tuple[Any, ...]] = []
+        for part, moved in new.items():
             number = self._divided[part.computation_key]
+            alone_s = float(fastest_s[kinds.index(commonest), number])
             for pace in self._each_pace_of(part):
-                [coefficients] = np.array(pace)[:, 0].T.tolist()
-                figures.append((number, part.degrees.pipeline, *coefficients))
-                passes_s, once_s = self._with_once(
-                    part,
-                    coefficients[1],
-                    of_part.passes_s,
-                    of_part.once_s,
-                    alone_s=float(alone_s[number]),
-                )
-                moved.append((passes_s, once_s))
-                sizes.append(len(part.sharings))
-        if not new:
+                [figures] = np.array(pace)[:, 0].T.tolist()
+                seconds = moved.passes_s, moved.once_s
+                seconds = self._with_once(part, figures[1], *seconds, alone_s=alone_s)
+                rows.append((len(moved.once_s), number, part.degrees.pipeline, *figures, *seconds))
+        if not rows:
             return
-        columns = np.repeat(np.array(figures).T, sizes, axis=1)
-        number, (stages, steady, fill, credited, actions, fewest_s) = (
-            columns[0].astype(np.intp),
-            cast(tuple[float, ...], columns[1:]),
-        )
-        passes_s, once_s = (np.concatenate(column) for column in zip(*moved, strict=True))
-        balanced_s = bounds.balanced_s(
-            [
-                *(
-                    (self._counts[kind], cast(float, self._chain.fastest_s[at, number]), 0.0)
-                    for at, kind in enumerate(kinds)
-                    if kind != commonest
-                ),
-                (layers, cast(float, passes_s), cast(float, once_s)),
-            ],
-            stages=stages,
-            exposed_s=actions * self.tables.action_s,
-            each_exposed_s=fewest_s * self.tables.action_s,
-            steady=steady,
-            fill=fill,
-            credits_s=credited * cast(float, self._chain.credits_s[number]),
+        sizes, at, *columns, passes_s, once_s = zip(*rows, strict=True)
+        places = np.repeat(at, sizes)
+        stages, steady, fill, credited, actions, fewest_s = np.repeat(columns, sizes, axis=1)
+        others = np.delete(fastest_s, kinds.index(commonest), axis=0)[:, places]
+        counts = [self._counts[kind] for kind in kinds if kind != commonest]
+        last = (layers, np.concatenate(passes_s), np.concatenate(once_s))
+        balanced_s: Any = bounds.balanced_s(
+            [*_without_sync(counts, others), cast(tuple[int, float, float], last)],
+            stages=cast(float, stages),
+            exposed_s=cast(float, actions * self.tables.action_s),
+            each_exposed_s=cast(float, fewest_s * self.tables.action_s),
+            steady=cast(float, steady),
+            fill=cast(float, fill),
+            credits_s=cast(float, credited * self._chain.credits_s[places]),
         )
         each_s = iter(np.split(balanced_s, np.cumsum(sizes)[:-1]))
-        for part, of_part in zip(new, costs, strict=True):
+        for part, moved in new.items():
             paces = [next(each_s) for _ in self._each_pace_of(part)]
             least_s = np.max(paces, axis=0) * (1 - ROUNDING) + self.tables.step_s
-            self._known_shared[part] = _PartBounds(least_s, of_part)
+            self._known_shared[part] = _PartBounds(least_s, moved)
 
     def shared_rooms_s(self, parts: Sequence[LayoutFamily]) -> list[Bounded]:
         """[part][sharing] Least seconds with the sharding of the commonest layers, within memory.
@@ -686,9 +668,8 @@ class FamilyBounds(Configurations):
         result, units, paces, once_s, seen_s = [], [], [], [], []
         synced_s: list[float] = []
         members: list[tuple[bounds.Floats, list[int]]] = []
-        for part in parts:
-            shared = self._sharing_bounds(part)
-            least_s, moved = shared.least_s.copy(), shared.moved
+        for part, shared_s in zip(parts, self.shared_s(parts), strict=True):
+            least_s, moved = shared_s.copy(), self._known_shared[part].moved
             many = max(1.0, self._commonest[1] / part.degrees.pipeline)
             groups: dict[tuple[int, int], list[int]] = {}
             for index, sharing in enumerate(part.sharings):

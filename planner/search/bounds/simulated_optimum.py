@@ -43,13 +43,7 @@ from meshwright.planner.search.partition.rank_partition import RankProblem
 from meshwright.planner.solver.bounds.downsets import Downsets, Prefixes
 from meshwright.planner.solver.chain import with_allowed_options
 from meshwright.planner.solver.highs import highspy, silent_highs
-from meshwright.planner.solver.partition_problem import (
-    Instance,
-    Option,
-    Solution,
-    StageLimits,
-    evaluate_split,
-)
+from meshwright.planner.solver.partition_problem import Instance, Option, Solution, evaluate_split
 
 if TYPE_CHECKING:
     from meshwright.planner.costs.layer_strategy import Recomputes
@@ -454,8 +448,8 @@ class Columns:
         """By kind of layer."""
         self._sums: dict[tuple[object, ...], tuple[list[int], Indices, Floats]] = {}
         """Choices of the main kind that are within memory by sums of bytes."""
-        self._ways_alone: dict[tuple[object, ...], _MainKindChoices] = {}
-        """The same with nothing beside them, within memory or not."""
+        self._ways_alone: dict[tuple[object, ...], _KnownWays] = {}
+        """All of them, with their seconds, summed and largest transient bytes."""
         self._least_s: dict[tuple[object, ...], float] = {}
         """By rank and the number of entries of each kind: least seconds within memory by sums."""
 
@@ -590,36 +584,40 @@ class Columns:
         """
         key = rank, most, tuple(sorted(given.items())), among is None
         if key not in self._sums:
-            ways = self._ways_of(rank, most, among)
-            passes_s, able = ways.with_others(self._options_of(given), self._room_s)
-            self._sums[key] = ways.order, ways.numbers[able], passes_s[able]
+            order, numbers, passes_s, able = self._ways_beside(rank, most, given, among)
+            self._sums[key] = order, numbers[able], passes_s[able]
         return self._sums[key]
 
-    def _options_of(self, given: dict[int, tuple[int, ...]]) -> list[Option]:
-        tables = self.instance.kinds
-        return [tables[kind][at] for kind, options in given.items() for at in options]
-
-    def _ways_of(
-        self, rank: int, most: tuple[int, int], among: Sequence[int] | None = None
-    ) -> _MainKindChoices:
-        """Return the choices of the main kind alone, of which there are as many as `most` says."""
+    def _ways_beside(
+        self,
+        rank: int,
+        most: tuple[int, int],
+        given: dict[int, tuple[int, ...]],
+        among: Sequence[int] | None = None,
+    ) -> tuple[list[int], Indices, Floats, NDArray[np.bool_]]:
+        """Return the same of all ways; [way] which of them are within the limit and memory."""
         key = rank, most, among is None
+        (main, number), tables, stage = most, self.instance.kinds, self.instance.stages[rank]
         if key not in self._ways_alone:
-            (main, number), stage = most, self.instance.stages[rank]
-            table = self.instance.kinds[main]
+            table = tables[main]
             order = sorted(among or range(len(table)), key=lambda at: table[at].time_s)
             numbers = option_counts(number, len(order))
             transient = np.array([table[at].transient_bytes for at in order])
-            self._ways_alone[key] = _MainKindChoices(
-                order=order,
-                numbers=numbers,
-                stage=stage,
-                micro_batches=self._layout.micro_batches,
-                seconds=numbers @ np.array([table[at].time_s for at in order]),
-                summed_bytes=numbers @ np.array([stage.summed_bytes(table[at]) for at in order]),
-                widest=np.where(numbers > 0, transient, 0.0).max(axis=1, initial=0.0),
+            self._ways_alone[key] = (
+                order,
+                numbers,
+                numbers @ np.array([table[at].time_s for at in order]),
+                numbers @ np.array([stage.summed_bytes(table[at]) for at in order]),
+                np.where(numbers > 0, transient, 0.0).max(axis=1, initial=0.0),
             )
-        return self._ways_alone[key]
+        order, numbers, alone_s, summed_bytes, widest = self._ways_alone[key]
+        others = [tables[kind][at] for kind, options in given.items() for at in options]
+        passes_s = sum(option.time_s for option in others) + alone_s
+        able = self._layout.micro_batches * passes_s <= self._room_s * (1 + ROUNDING)
+        summed_bytes = summed_bytes + sum(map(stage.summed_bytes, others))
+        widest = np.maximum(widest, max((option.transient_bytes for option in others), default=0.0))
+        able &= summed_bytes + widest <= stage.room_bytes + ROUNDING * np.abs(summed_bytes)
+        return order, numbers, passes_s, able
 
     def _quickest(
         self, rank: int, first: int, end: int, kinds: tuple[int, ...], *, exact: bool = False
@@ -698,10 +696,10 @@ class Columns:
         """Return the least seconds of entries of some kinds within memory by sums of bytes."""
         worth = {kind: self._worthwhile(rank, kind) for kind in set(kinds)}
         most, others, numbers = self._main_kind_and_rest(kinds, worth)
-        ways, least_s = self._ways_of(rank, most, worth[most[0]]), math.inf
+        least_s = math.inf
         for beside in numbers:
-            taken = self._options_of(dict(zip(others, beside, strict=True)))
-            passes_s, able = ways.with_others(taken, self._room_s)
+            given = dict(zip(others, beside, strict=True))
+            _, _, passes_s, able = self._ways_beside(rank, most, given, worth[most[0]])
             least_s = min(least_s, float(passes_s.min(initial=math.inf, where=able)))
         return least_s
 
@@ -1003,32 +1001,7 @@ def _along(kinds: tuple[int, ...], picked: dict[int, tuple[int, ...]]) -> tuple[
     return tuple(left[kind].pop(0) for kind in kinds)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _MainKindChoices:
-    """How many layers of one kind may have each option on a rank; arrays [way]."""
-
-    order: list[int]
-    """Options, the fastest first."""
-    numbers: Indices
-    """[way, option]"""
-    stage: StageLimits
-    micro_batches: int
-    seconds: Floats
-    summed_bytes: Floats
-    widest: Floats
-    """Largest transient bytes."""
-
-    def with_others(
-        self, others: Sequence[Option], room_s: float
-    ) -> tuple[Floats, NDArray[np.bool_]]:
-        """[way] Seconds with other layers, and whether limit and memory leave room for it."""
-        stage = self.stage
-        passes_s = sum(option.time_s for option in others) + self.seconds
-        able = self.micro_batches * passes_s <= room_s * (1 + ROUNDING)
-        summed_bytes = self.summed_bytes + sum(map(stage.summed_bytes, others))
-        widest = max((option.transient_bytes for option in others), default=0.0)
-        needed = summed_bytes + np.maximum(self.widest, widest)
-        return passes_s, able & (needed <= stage.room_bytes + ROUNDING * np.abs(summed_bytes))
+_KnownWays = tuple[list[int], Indices, Floats, Floats, Floats]
 
 
 @lru_cache(maxsize=512)

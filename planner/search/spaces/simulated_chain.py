@@ -39,7 +39,7 @@ from meshwright.planner.search.proof_account import (
 )
 from meshwright.planner.search.proof_budget import NEAR, Effort
 from meshwright.planner.search.queue import Bound, Item, Next, Pruned, QueueEntry
-from meshwright.planner.search.space import LayoutFamily, OneLayout, canonical, kind, timetables
+from meshwright.planner.search.space import LayoutFamily, canonical, kind, timetables
 from meshwright.planner.search.spaces.chain import LAYOUT, ChainSpace, Families
 from meshwright.planner.search.spaces.forwards_ahead import may_run_ahead
 from meshwright.planner.solver.bounds import path_bounds as bounds
@@ -313,7 +313,7 @@ class SimulatedChain(Families):
             if part.degrees.pipeline > 1:
                 for sharing, bound_s in zip(part.sharings, each_s, strict=True):
                     if bound_s < self.goal.limit_s:
-                        yield bound_s, self, OneLayout(part, sharing).layout()
+                        yield bound_s, self, part.layout(sharing, part.timetables[0])
 
     def other_schedules(self, best: Layout) -> list[tuple[float, SimulatedChain, Layout]]:
         """Return a layout under its other schedules."""

@@ -150,7 +150,7 @@ def test_no_configuration_is_faster_and_no_bound_is_above_its_optimum(case: Case
                 whole = family.part(sharings=sharings, timetables=(timetable,))
                 parts = list(whole.by_loss())
                 assert sum(part.size for part in parts) == whole.size
-                each = [candidates.shared_s(part) for part in parts]
+                each = candidates.shared_s(parts)
                 both = candidates.shared_rooms_s(parts)
                 for layout, alone_s, better_s in (
                     row
