@@ -550,6 +550,20 @@ def test_a_number_that_no_record_takes_is_refused_in_our_words(
     assert "Traceback" not in said
 
 
+def test_a_command_ends_without_a_search_for_cycles() -> None:
+    code = (
+        "import atexit, gc, sys\n"
+        "atexit.register(lambda: print(gc.get_freeze_count() > 0))\n"
+        "from meshwright.__main__ import main\n"
+        "sys.argv = ['meshwright', '--version']\n"
+        "main()"
+    )
+
+    ended = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+
+    assert ended.stdout.splitlines()[-1] == "True"
+
+
 @pytest.mark.parametrize("is_printed", [True, False])
 def test_what_was_printed_when_it_came_is_not_printed_again(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *, is_printed: bool
