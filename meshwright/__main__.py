@@ -1,5 +1,7 @@
 """`python -m meshwright` is `meshwright`."""
 
+import atexit
+import gc
 import io
 import sys
 
@@ -9,6 +11,8 @@ from meshwright.planner.system.stdout_guard import stdout_is_lost
 
 def main() -> int:
     """Run the command of this process; Ctrl-C ends it without a traceback while it loads too."""
+    # Python ends by looking for cycles among all objects, which end with the process anyway.
+    atexit.register(gc.freeze)
     if isinstance(sys.stdout, io.TextIOWrapper):  # its locale may lack a letter, as in µs
         sys.stdout.reconfigure(errors="backslashreplace")
     try:

@@ -29,7 +29,7 @@ READ = [
     DOCS / "tutorial" / "first-plan.md",
     DOCS / "index.md",
 ]
-GROUP: Any = typer.main.get_command(cli.app)
+GROUP: Any = typer.main.get_command(cli.app())
 
 
 def site() -> dict[str, Any]:

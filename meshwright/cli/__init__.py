@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib
 import os
 import sys
 import traceback
@@ -16,7 +17,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwright.cli import hardware, measured_runs, plans, runs
 from meshwright.cli.console import print_message, refuse
 from meshwright.cli.examples import epilog
 from meshwright.planner.errors import DocumentError, Interrupted, MeshwrightError
@@ -24,7 +24,7 @@ from meshwright.planner.errors.shown import lines
 from meshwright.planner.system.stdout_guard import results_apart, stdout_is_lost
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from types import TracebackType
 
 START = """\b
@@ -35,16 +35,6 @@ Options that are not given come from MESHWRIGHT_CLUSTER, MESHWRIGHT_FRAMEWORK, M
 MESHWRIGHT_PRICES, else from ~/.config/meshwright/defaults.yaml; the answer lists them.
 """
 
-app = typer.Typer(
-    help="Finds the fastest way to train your model on your machines that fits in memory, "
-    "proves it, and runs it.",
-    no_args_is_help=True,
-    epilog=START,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
 
 def _version(asked: bool) -> None:
     if asked:
@@ -54,8 +44,7 @@ def _version(asked: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
-def options(
+def _options(
     version: Annotated[
         bool,
         typer.Option(
@@ -66,25 +55,25 @@ def options(
     """Find the fastest way to train your model on your machines, prove it, and run it."""
 
 
-COMMANDS: dict[str, Callable[..., None]] = {
-    "plan": plans.plan,
-    "compare": plans.compare,
-    "import": plans.import_,
-    "predict": plans.predict,
-    "solve": plans.solve,
-    "tune": measured_runs.tune,
-    "launch": runs.launch,
-    "run": runs.run,
-    "watch": runs.watch,
-    "export": plans.export,
-    "profile": runs.profile,
-    "show": plans.show,
-    "validate": measured_runs.validate,
-    "calibrate": measured_runs.calibrate,
-    "whatif": hardware.whatif,
-    "catalog": hardware.catalog,
+COMMANDS = {
+    "plan": "plans.plan",
+    "compare": "plans.compare",
+    "import": "plans.import_",
+    "predict": "plans.predict",
+    "solve": "plans.solve",
+    "tune": "measured_runs.tune",
+    "launch": "runs.launch",
+    "run": "runs.run",
+    "watch": "runs.watch",
+    "export": "plans.export",
+    "profile": "runs.profile",
+    "show": "plans.show",
+    "validate": "measured_runs.validate",
+    "calibrate": "measured_runs.calibrate",
+    "whatif": "hardware.whatif",
+    "catalog": "hardware.catalog",
 }
-"""Commands in the order of the help."""
+"""Commands in the order of the help, each with its function."""
 INTERRUPTED = Interrupted.status
 """Exit status of a command that Ctrl-C ended."""
 LOST = (errno.EPIPE, errno.ENOSPC)
@@ -100,10 +89,33 @@ WRITTEN = {
 }
 """What a refused value of an option is, and how it is written, by the kind of pydantic's error."""
 
-for _name, _command in COMMANDS.items():
-    # Behind `run SCRIPT` come the script's own options.
-    _settings = {"allow_interspersed_args": _name != "run"}
-    app.command(_name, epilog=epilog(_name), context_settings=_settings)(_command)
+
+def command_of(name: str) -> Callable[..., None]:
+    """Return the function of a command."""
+    module, function = COMMANDS[name].split(".")
+    command: Callable[..., None] = getattr(
+        importlib.import_module(f"meshwright.cli.{module}"), function
+    )
+    return command
+
+
+def app(names: Iterable[str] = COMMANDS) -> typer.Typer:
+    """Return the command line with some of its commands, whose modules are imported."""
+    line = typer.Typer(
+        help="Finds the fastest way to train your model on your machines that fits in memory, "
+        "proves it, and runs it.",
+        no_args_is_help=True,
+        epilog=START,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    line.callback()(_options)
+    for name in names:
+        # Behind `run SCRIPT` come the script's own options.
+        settings = {"allow_interspersed_args": name != "run"}
+        line.command(name, epilog=epilog(name), context_settings=settings)(command_of(name))
+    return line
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -116,7 +128,10 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         with apart:
             try:
-                status = app(args=arguments, standalone_mode=False, prog_name="meshwright") or 0
+                called = words[:1] if words[:1] and words[0] in COMMANDS else COMMANDS
+                status = (
+                    app(called)(args=arguments, standalone_mode=False, prog_name="meshwright") or 0
+                )
             finally:
                 hub = sys.modules.get("meshwright.planner.catalog.hub")
                 while hub and hub.FETCHED:

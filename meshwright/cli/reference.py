@@ -108,7 +108,7 @@ def _commands() -> Iterator[str]:
     yield 'else, `{"error": {"kind", "message", "status", "file", "path"}}` where a command fails. '
     yield "Exit 0: done; 1: the user must act; 2: wrong usage; 75: interrupted and saved, run the "
     yield "same command again; 130: Ctrl-C ended it; a traceback is a bug."
-    group: Any = typer.main.get_command(cli.app)
+    group: Any = typer.main.get_command(cli.app())
     for name, command in group.commands.items():
         yield from ("", f"## {name}", "", inspect.cleandoc(command.help), "")
         yield from ("| option | what it is |", "|---|---|")
@@ -122,7 +122,7 @@ def _commands() -> Iterator[str]:
 
 def llms_text() -> str:
     """Return `llms.txt`: the tool on one page, for assistants that use it."""
-    group: Any = typer.main.get_command(cli.app)
+    group: Any = typer.main.get_command(cli.app())
     commands = [
         f"- {name}: {inspect.cleandoc(command.help).splitlines()[0]} `{EXAMPLES[name][0]}`"
         for name, command in group.commands.items()

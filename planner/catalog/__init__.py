@@ -1,12 +1,14 @@
 """The catalogue: accelerators, node types, models, frameworks and rents by name; facilities.
 
 The figures stand in the YAML files beside this one, each with its source; this module only reads
-them.  Every function returns the same values each time and reads its file once.
+them.  Every function returns the same values each time; of files with many entries those alone are
+read that somebody asks for.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from importlib import resources
 from importlib.resources.abc import Traversable
@@ -16,6 +18,14 @@ from pydantic import Field, GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
+from meshwright.planner.catalog.entries import (
+    E,
+    LazyValues,
+    V,
+    aliases_of,
+    entry_texts,
+    with_installed,
+)
 from meshwright.planner.documents.cluster import (
     Accelerator,
     AcceleratorKind,
@@ -62,7 +72,7 @@ class AcceleratorEntry(Part):
     tdp_w: Amount | None = None
     multiprocessors: Positive | None = None
     curve: DeviceCurve
-    kernels: KernelRates = KernelRates()
+    kernels: KernelRates = KernelRates.model_construct()
     architecture: Name | None = None
     devices_per_node: Devices = 8
     host_devices: Devices | None = None
@@ -345,14 +355,14 @@ class _Sources(Document):
 
 
 @cache
-def accelerators() -> dict[str, AcceleratorEntry]:
+def accelerators() -> Mapping[str, AcceleratorEntry]:
     """Return every accelerator by name, those of installed packages too."""
-    shipped = _with_sources(_Accelerators, "accelerators.yaml").accelerators
 
-    def build_accelerator(name: str, data: dict[str, Any]) -> AcceleratorEntry:
+    def build_accelerator(name: str, data: object) -> AcceleratorEntry:
         return _Accelerators.of({"format": 1, "accelerators": {name: data}}).accelerators[name]
 
-    return shipped | installed_entries("accelerators", shipped, build_accelerator)
+    shipped = _entries("accelerators.yaml", build_accelerator)
+    return with_installed(shipped, installed_entries("accelerators", shipped, build_accelerator))
 
 
 def pcie(entry: AcceleratorEntry) -> tuple[LinkTier, ...]:
@@ -373,19 +383,31 @@ def pcie(entry: AcceleratorEntry) -> tuple[LinkTier, ...]:
 
 
 @cache
-def nodes() -> dict[str, NodeEntry]:
+def nodes() -> LazyValues[NodeEntry]:
     """Return every node type by name."""
-    return _with_sources(_NodesFile, "nodes.yaml").nodes
+    return _entries(
+        "nodes.yaml",
+        lambda name, data: _NodesFile.of({"format": 1, "nodes": {name: data}}).nodes[name],
+    )
+
+
+def nodes_of(accelerator: str) -> Iterator[NodeEntry]:
+    """Yield the node types with an accelerator, as the catalogue names it."""
+    line = f"    accelerator: {accelerator}\n"
+    return (nodes()[name] for name, text in nodes().texts.items() if line in text)
 
 
 @cache
-def models() -> dict[str, ModelEntry]:
+def models() -> Mapping[str, ModelEntry]:
     """Return every model by name."""
-    return _Models.parse(_text("models.yaml"), file="models.yaml").models
+    return _entries(
+        "models.yaml",
+        lambda name, data: _Models.of({"format": 1, "models": {name: data}}).models[name],
+    )
 
 
 @cache
-def frameworks() -> dict[str, Framework]:
+def frameworks() -> Mapping[str, Framework]:
     """Return all frameworks by name: one file each in `frameworks/`, and those of packages."""
     data = _data_of(resources.files(__package__).joinpath("frameworks"))
     frameworks_of_catalogue = _frameworks(data)
@@ -397,33 +419,43 @@ def frameworks() -> dict[str, Framework]:
             )
         return framework_of(entry, data)
 
-    return frameworks_of_catalogue | installed_entries(
-        "frameworks", frameworks_of_catalogue, build_framework
+    return with_installed(
+        frameworks_of_catalogue,
+        installed_entries("frameworks", frameworks_of_catalogue, build_framework),
     )
 
 
-def read_frameworks(folder: Traversable) -> dict[str, Framework]:
+def read_frameworks(folder: Traversable) -> Mapping[str, Framework]:
     """Return the frameworks of a folder by name, each with what it extends filled in."""
     return _frameworks(_data_of(folder))
 
 
-def _data_of(folder: Traversable) -> dict[str, dict[str, Any]]:
-    data: dict[str, dict[str, Any]] = {}
-    for file in sorted(folder.iterdir(), key=lambda file: file.name):
-        content = plain(file.read_text(encoding="utf-8"))
-        assert isinstance(content, dict)
-        data[content["name"]] = content
-    return data
+def _data_of(folder: Traversable) -> LazyValues[dict[str, Any]]:
+    """Return the data of files by their names, which are those of frameworks."""
+    files = sorted(folder.iterdir(), key=lambda file: file.name)
+    texts = {
+        file.name.removesuffix(".yaml"): file.read_text(encoding="utf-8")
+        for file in files
+        if file.name.endswith(".yaml")
+    }
+
+    def read_data(name: str, text: str) -> dict[str, Any]:
+        content = plain(text)
+        assert isinstance(content, dict), name
+        assert content["name"] == name, name
+        return content
+
+    return LazyValues(texts, read_data)
 
 
-def _frameworks(data: dict[str, dict[str, Any]]) -> dict[str, Framework]:
-    result = {}
-    for name, entry in data.items():
+def _frameworks(data: LazyValues[dict[str, Any]]) -> LazyValues[Framework]:
+    def read_framework(name: str, _: str) -> Framework:
         try:
-            result[name] = framework_of(entry, data)
+            return framework_of(data[name], data)
         except DocumentError as error:
             raise error.in_file(f"{name}.yaml") from error
-    return result
+
+    return LazyValues(data.texts, read_framework)
 
 
 def framework(text: str) -> Framework:
@@ -535,14 +567,27 @@ def carbon_of(country: str) -> float:
     return by_country[country]
 
 
-def _entry_name(text: str, entries: dict[str, Any], *, what: str) -> str:
+def _entry_name(text: str, entries: Mapping[str, E], *, what: str) -> str:
+    if text in entries:
+        return text
     names = {name.lower(): name for name in entries}
-    for name, entry in entries.items():
-        names |= {alias.lower(): name for alias in entry.aliases}
+    names |= {alias.lower(): name for alias, name in aliases_of(entries).items()}
     match = names.get(text.lower())
     if match is None:
         raise DocumentError("", f"there is no {what} '{text:.60}'; {nearest(text, list(names))}")
     return match
+
+
+def _entries(file: str, build: Callable[[str, object], V]) -> LazyValues[V]:
+    """Return the entries of a file, the words of their sources written out."""
+
+    def read(name: str, text: str) -> V:
+        try:
+            return build(name, _written_out(plain(text), inside=""))
+        except DocumentError as error:
+            raise error.in_file(file) from error
+
+    return LazyValues(entry_texts(_text(file)), read)
 
 
 def _with_sources(cls: type[D], file: str) -> D:

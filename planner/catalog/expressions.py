@@ -37,6 +37,7 @@ from meshwright.planner.catalog import (
     models,
     node_name,
     nodes,
+    nodes_of,
     pcie,
     rents,
 )
@@ -565,7 +566,7 @@ def _of_accelerator(name: str, counts: Sequence[int], text: str) -> ClusterSpec:
     else:
         in_all, per_node = (1, counts[0]) if len(counts) == 1 else (counts[0], counts[1])
     several = next(
-        (n for n in nodes().values() if (n.accelerator, n.devices_per_node) == (name, per_node)),
+        (node for node in nodes_of(name) if node.devices_per_node == per_node),
         None,
     )
     if per_node > most and several is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from meshwright.planner.catalog import AcceleratorEntry, nodes
+from meshwright.planner.catalog import AcceleratorEntry, nodes_of
 
 USUAL_SHARE = 2.0
 """Memory of a host over that of its devices, where no node of the catalogue has the accelerator."""
@@ -35,8 +35,8 @@ def host_capacity(accelerator: str, entry: AcceleratorEntry, devices: int) -> Ho
     """
     each = [
         (node.host_memory_bytes / node.devices_per_node, node.devices_per_node)
-        for node in nodes().values()
-        if node.accelerator == accelerator and node.host_memory_bytes
+        for node in nodes_of(accelerator)
+        if node.host_memory_bytes
     ]
     shares = [size for size, _ in each]
     if not shares:

@@ -68,10 +68,12 @@ class Rows:
         self, keys: Sequence[Hashable], computed: Callable[[list[int]], KindFigures]
     ) -> KindFigures:
         """Return arrays [key]; `computed` are those of keys, by their index, that are not known."""
-        new = {key: index for index, key in enumerate(keys) if key not in self.places}
-        if new:
+        places = list(map(self.places.get, keys))
+        if None in places:
+            new = {key: at for at, key in enumerate(keys) if places[at] is None}
             self._add(list(new), computed(list(new.values())))
-        rows = np.array([self.places[key] for key in keys], dtype=np.intp)
+            places = list(map(self.places.get, keys))
+        rows = np.array(places, dtype=np.intp)
         return {
             kind: tuple(figures_at(choice, rows) for choice in choices)
             for kind, choices in self.figures.items()

@@ -74,6 +74,8 @@ class LayerParts:
         self._activations = activations
         self._recomputes = recomputes
         self._layers = {layer.kind: layer for layer in model.layers}
+        self._with_loss = {model.loss_kind, *holding.end_kinds[1:]}
+        """Kinds whose parts depend on how the loss is computed."""
         self._scripted = trains_as_module(model.source or "")
         gathered = rates.framework.eight_bit.gathered
         self._narrow = rates.device.eight_bit_flops is not None and "parameters" in gathered
@@ -84,7 +86,9 @@ class LayerParts:
 
     def parts_of(self, kind: str, layout: Layout, *, linked: bool) -> tuple[StrategyParts, ...]:
         """[choice] One kind's parts, with the seconds of sharing only if `linked`."""
-        key = (kind, linked, *parts_key(layout))
+        # Measured stages have the loss that they were measured with.
+        depends = kind in self._with_loss or self._figures.profile is not None
+        key = (kind, linked, layout.loss if depends else None, *_passes_key(layout))
         parts = self._known_parts.get(key)
         if parts is None:
             figures = self._figures.figures_of(self._setting(layout), layout)[kind]
@@ -138,7 +142,8 @@ class LayerParts:
 
     def _states_and_traffic(self, layer: Layer, layout: Layout) -> Moved:
         """Return what a layer's states are and what their sharing takes, whatever the passes."""
-        key = layer.kind, *_sharing_key(layout)
+        gradients = loss_gradients(layout) if layer.kind in self._with_loss else None
+        key = layer.kind, gradients, *_sharing_key(layout)
         moved = self._known_moved.get(key)
         if moved is None:
             sharing, links = self._holding.sharing(layout), self.links(layout)
@@ -444,17 +449,21 @@ _TRAFFIC_NAMES = tuple(field.name for field in fields(ShardingTraffic))
 
 def parts_key(layout: Layout) -> tuple[object, ...]:
     """Return the values of a layout that parts depend on."""
+    return (layout.loss, *_passes_key(layout))
+
+
+def _passes_key(layout: Layout) -> tuple[object, ...]:
+    """Return the same but how the loss is computed, which few kinds depend on."""
     return (
         layout.micro_batch,
         layout.sequence_parallel,
-        layout.loss,
         *computed_by(layout),
         *_sharing_key(layout),
     )
 
 
 def _sharing_key(layout: Layout) -> tuple[object, ...]:
-    """Return the values of a layout that the sharing of states depends on."""
+    """Return the values of a layout that the sharing of states depends on, but for the loss."""
     return (
         layout.tensor,
         layout.context,
@@ -471,6 +480,5 @@ def _sharing_key(layout: Layout) -> tuple[object, ...]:
         layout.prefetch,
         layout.reshard_after_forward,
         layout.weight_gather_dtype,
-        loss_gradients(layout),
         weight_versions(layout),
     )

@@ -395,6 +395,7 @@ class LayerFigures:
     def _links_s(self, places: Sequence[Groups]) -> LinkSeconds:
         """Return the seconds of collectives in many places: arrays [place]."""
         members: dict[GroupAxis, dict[object, tuple[Levels, list[int]]]] = {}
+        known_s: dict[tuple[str, GroupAxis, bytes], float] = {}
         for index, groups in enumerate(places):
             for axis, group in zip(get_args(GroupAxis), groups, strict=True):
                 of_axis = members.setdefault(axis, {})
@@ -407,13 +408,20 @@ class LayerFigures:
             routing: Routing | None = None,
         ) -> float:
             sizes = np.broadcast_to(np.asarray(size_bytes, dtype=float), (len(places),))
+            # Every choice of what is recomputed has the same collectives.
+            key = operation, axis, sizes.tobytes()
+            if routing is None and key in known_s:
+                return known_s[key]
             result = np.empty(len(places))
             for group, indices in members[axis].values():
                 if operation == "all_to_all" and axis == "expert":
                     result[indices] = self._rates.exchange_s(sizes[indices], group, routing)
                     continue
                 result[indices] = self._rates.link_s(operation, sizes[indices], group)
-            return cast(float, np.where(sizes > 0, result, 0.0))
+            seconds = cast(float, np.where(sizes > 0, result, 0.0))
+            if routing is None:
+                known_s[key] = seconds
+            return seconds
 
         return link_s
 

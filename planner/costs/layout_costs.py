@@ -45,7 +45,6 @@ from meshwright.planner.costs.memory.host_memory import usable_share
 from meshwright.planner.costs.memory.resident_states import (
     ResidentParameters,
     ResidentStates,
-    loss_gradients,
 )
 from meshwright.planner.costs.memory.state_bytes import FP32, States, StateSharding
 from meshwright.planner.costs.slowdown import (
@@ -194,6 +193,7 @@ class CostTables:
         self._parts = self._layer_parts()
         self._known_states: dict[tuple[object, ...], tuple[States, ...]] = {}
         self._layouts: dict[tuple[object, ...], _ScheduleFreeCosts] = {}
+        self._known_costs: dict[Layout, LayoutCosts] = {}
         self.slack = self.tight = 1.0
         if not self._rates.on_cpu:
             rule = self._rates.framework.memory
@@ -230,7 +230,7 @@ class CostTables:
             self.model, self.job, self._rates.framework, replicas.number
         )
         tables._parts = tables._layer_parts()
-        tables._known_states, tables._layouts = {}, {}
+        tables._known_states, tables._layouts, tables._known_costs = {}, {}, {}
         return tables
 
     def costs_of(self, layout: Layout) -> LayoutCosts:
@@ -239,7 +239,10 @@ class CostTables:
         Where layers form a graph, transfers are the least and buffers the most that any boundary
         has.
         """
-        return self._layout_costs(layout, linked=True)
+        costs = self._known_costs.get(layout)
+        if costs is None:
+            costs = self._known_costs[layout] = self._layout_costs(layout, linked=True)
+        return costs
 
     def of_any_loss(self, layout: Layout, losses: Sequence[ChunkedLoss | None]) -> LayoutCosts:
         """Return the costs of layouts that differ in how they compute the loss alone, as of one.
@@ -361,15 +364,23 @@ class CostTables:
 
     def states(self, layout: Layout) -> tuple[States, ...]:
         """[kind] A rank's bytes of one layer's parameters, gradients and optimizer."""
-        key = (
-            layout.tensor,
-            layout.expert,
-            layout.expert_tensor,
-            loss_gradients(layout),
-            sharing := self._holding.sharing(layout),
-        )
+        return self._states(layout, layout.loss, self._holding.sharing(layout))
+
+    def states_together(
+        self, layouts: Sequence[Layout], losses: Sequence[Sequence[ChunkedLoss | None]]
+    ) -> list[list[tuple[States, ...]]]:
+        """[loss][layout][kind] The same of layouts that compute the loss in these ways."""
+        sharings = [self._holding.sharing(layout) for layout in layouts]
+        return [list(map(self._states, layouts, some, sharings)) for some in losses]
+
+    def _states(
+        self, layout: Layout, loss: ChunkedLoss | None, sharing: StateSharding
+    ) -> tuple[States, ...]:
+        gradients = None if loss is None else loss.gradients
+        key = (layout.tensor, layout.expert, layout.expert_tensor, gradients, sharing)
         states = self._known_states.get(key)
         if states is None:
+            layout = replace(layout, loss=loss)
             held = (
                 self._holding.resident_parameters(layer, layout, sharing)
                 for layer in self._layers.values()

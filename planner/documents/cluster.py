@@ -111,7 +111,7 @@ class Accelerator(Part):
     """Bytes per second of device memory."""
     curve: DeviceCurve
     """Rates that single kernels reach."""
-    kernels: KernelRates = KernelRates()
+    kernels: KernelRates = KernelRates.model_construct()
     """Rates that kernels reach inside of training steps."""
     architecture: Name | None = None
     """Generation, such as ampere or hopper; figures of frameworks may depend on it."""

@@ -447,13 +447,13 @@ class PerPass(Part):
 class Host(Part):
     """Seconds of the host's Python and launches."""
 
-    layer_s: PerPass = PerPass()
+    layer_s: PerPass = PerPass.model_construct()
     """Minimum seconds of a block's pass, however small its work."""
-    kernel_s: PerPass = PerPass()
+    kernel_s: PerPass = PerPass.model_construct()
     """Seconds for each kernel of a forward, in both passes."""
-    compiled_s: PerPass = PerPass()
+    compiled_s: PerPass = PerPass.model_construct()
     """Seconds that the call of a compiled block adds: guards, and the side of autograd."""
-    checkpoint_s: PerPass = PerPass()
+    checkpoint_s: PerPass = PerPass.model_construct()
     """Seconds that an eager layer that recomputes adds beside the kernels that it starts again:
     hooks and states of generators."""
     selective_s: Amount = 0.0
@@ -466,7 +466,7 @@ class Host(Part):
     window: Literal["kernels", "layer"] = "layer"
     """Device work that hides the host's work on a layer: the kernels of each pass, or all work for
     the layer, including collectives of its stream."""
-    adapter_s: PerPass = PerPass()
+    adapter_s: PerPass = PerPass.model_construct()
     """Seconds that each product with an adapter adds to an eager layer's passes."""
     experts_s: Amount = 0.0
     """Seconds that routing, permutation and grouped products add to a block, over both passes."""
@@ -678,37 +678,37 @@ class Framework(Document):
     """Description in a sentence."""
     versions: Versions | None = None
     """Software versions that the figures describe."""
-    types: Types = Types()
+    types: Types = Types.model_construct()
     """Number types of tensors."""
-    sharding: Sharding = Sharding()
+    sharding: Sharding = Sharding.model_construct()
     """Sharding of parameters, gradients and optimizer states."""
-    kernels: Kernels = Kernels()
+    kernels: Kernels = Kernels.model_construct()
     """Rates of kernels."""
-    eight_bit: EightBit = EightBit()
+    eight_bit: EightBit = EightBit.model_construct()
     """8-bit products."""
-    loss: Loss = Loss()
+    loss: Loss = Loss.model_construct()
     """Rules of the loss."""
-    recompute: RecomputeRule = RecomputeRule()
+    recompute: RecomputeRule = RecomputeRule.model_construct()
     """Rules of activation checkpointing."""
-    tensor: TensorRule = TensorRule()
+    tensor: TensorRule = TensorRule.model_construct()
     """Rules of tensor parallelism."""
-    context: ContextRule = ContextRule()
+    context: ContextRule = ContextRule.model_construct()
     """Rules of context parallelism."""
-    experts: ExpertRule = ExpertRule()
+    experts: ExpertRule = ExpertRule.model_construct()
     """Rules of expert parallelism."""
-    pipeline: PipelineRule = PipelineRule()
+    pipeline: PipelineRule = PipelineRule.model_construct()
     """Rules of pipelines."""
-    host: Host = Host()
+    host: Host = Host.model_construct()
     """Seconds of the host program."""
-    optimizer: OptimizerRule = OptimizerRule()
+    optimizer: OptimizerRule = OptimizerRule.model_construct()
     """Rules of the optimizer."""
-    offload: OffloadRule = OffloadRule()
+    offload: OffloadRule = OffloadRule.model_construct()
     """Rules of offloading to the host."""
-    memory: MemoryRule = MemoryRule()
+    memory: MemoryRule = MemoryRule.model_construct()
     """Rules of memory."""
     space: Space | None = None
     """Space of layouts that is searched; None where layouts are priced and not searched."""
-    accuracy: Accuracy = Accuracy()
+    accuracy: Accuracy = Accuracy.model_construct()
     """Measurements of the framework's runs."""
     releases: tuple[Release, ...] = ()
     """Releases of products; a run has the last one that is no later than its own."""
@@ -909,22 +909,22 @@ OPTIONS: Mapping[str, Mapping[str, object]] = {
     # A graph is launched whole: nothing of a step's Python and launches is left but the optimizer's
     # and the data's (torch.cuda.CUDAGraph.replay is one call).
     "graphed-steps": {
-        "host.layer_s": PerPass(),
-        "host.kernel_s": PerPass(),
-        "host.adapter_s": PerPass(),
+        "host.layer_s": PerPass.model_construct(),
+        "host.kernel_s": PerPass.model_construct(),
+        "host.adapter_s": PerPass.model_construct(),
         "host.experts_s": 0.0,
         "host.rank_s": 0.0,
         "host.action_s": 0.0,
     },
     # Attention and the router of each layer and pass are replayed, the experts are launched.
     "graphed-attention": {
-        "host.layer_s": PerPass(forward=GRAPH_REPLAY_S, backward=GRAPH_REPLAY_S),
+        "host.layer_s": PerPass.model_construct(forward=GRAPH_REPLAY_S, backward=GRAPH_REPLAY_S),
     },
     # A replay of each layer and pass: a Python call, copies of its inputs, one launch.
     "graphed-layers": {
-        "host.layer_s": PerPass(forward=GRAPH_REPLAY_S, backward=GRAPH_REPLAY_S),
-        "host.kernel_s": PerPass(),
-        "host.adapter_s": PerPass(),
+        "host.layer_s": PerPass.model_construct(forward=GRAPH_REPLAY_S, backward=GRAPH_REPLAY_S),
+        "host.kernel_s": PerPass.model_construct(),
+        "host.adapter_s": PerPass.model_construct(),
         "host.experts_s": 0.0,
         "host.rank_s": 0.0,
     },
@@ -1077,7 +1077,7 @@ def merge_framework_data(base: dict[str, Any], patch: dict[str, Any]) -> dict[st
     return result
 
 
-def framework_of(data: dict[str, Any], frameworks_data: dict[str, dict[str, Any]]) -> Framework:
+def framework_of(data: dict[str, Any], frameworks_data: Mapping[str, dict[str, Any]]) -> Framework:
     """Return a framework from its data, with the figures of the one that it extends.
 
     `frameworks_data` has the data of frameworks by name; one level of `extends` is followed.

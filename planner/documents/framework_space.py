@@ -387,7 +387,7 @@ class Space(Part):
         return devices_per_node if most is None else min(most, devices_per_node)
 
 
-EVERYTHING = Space()
+EVERYTHING = Space.model_construct()
 """Space without limits."""
 
 

@@ -549,7 +549,7 @@ class Plan(Document):
     graphs: Graphs = "none"
     """Part of a step, forward and backward, that one launch of a captured CUDA graph runs.  Written
     only where it is not none."""
-    training: Training = Training()
+    training: Training = Training.model_construct()
     """Settings of the optimizer."""
     timeout_s: Timeout = 600.0
     """Seconds after which a waiting collective ends the run."""

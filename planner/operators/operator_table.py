@@ -12,10 +12,10 @@ tensor from its birth to its last use.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import TYPE_CHECKING, Literal, assert_never, cast
+from functools import cached_property, wraps
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, assert_never, cast
 
 import numpy as np
 
@@ -316,6 +316,38 @@ class Operator:
         return self.kind in BACKWARD_OF
 
 
+R = TypeVar("R")
+
+
+def known_by_choice(
+    method: Callable[[OperatorTable, Recompute], R],
+) -> Callable[[OperatorTable, Recompute], R]:
+    """Keep what a method of a table returns for each choice, which nobody may change."""
+    name = f"_known_{method.__name__}"
+
+    @wraps(method)
+    def result_of(table: OperatorTable, recompute: Recompute) -> R:
+        results: dict[Recompute, R] = table.__dict__.setdefault(name, {})
+        if recompute not in results:
+            results[recompute] = method(table, recompute)
+        return results[recompute]
+
+    return result_of
+
+
+class BackwardMoment(NamedTuple):
+    """The backward of one operator of a table."""
+
+    place: int
+    """Place of the operator in forward order."""
+    live_bytes: float
+    """Gradients of activations, and what it reads."""
+    gone: list[float]
+    """Bytes of the gradients that it is the last to read."""
+    read_last: list[str]
+    """Saved tensors that no later backward reads."""
+
+
 @dataclass(frozen=True)
 class OperatorTable:
     """The operators of one layer in forward order, and the tensors between them."""
@@ -374,6 +406,7 @@ class OperatorTable:
         """FLOPs of one forward pass."""
         return sum(operator.flops for operator in self.operators)
 
+    @known_by_choice
     def recomputed_operators(self, recompute: Recompute) -> tuple[Operator, ...]:
         """Return the operators that run a second time in backward."""
         match recompute:
@@ -392,6 +425,7 @@ class OperatorTable:
             case _:
                 assert_never(recompute)
 
+    @known_by_choice
     def stored_tensors(self, recompute: Recompute) -> dict[str, float]:
         """Return name and bytes of the tensors saved for backward."""
         match recompute:
@@ -479,14 +513,30 @@ class OperatorTable:
         waits = {
             name for operator in self.operators if operator.name in late for name in operator.saved
         }
+        inside, sizes = len(self._inside), self.sizes
+        again = self.recomputed_bytes(recompute)
+        freed = peak = left = 0.0
+        for place, live_bytes, gone, read_last in self._backward_moments:
+            operator = self.operators[place]
+            back = again if place < inside else 0.0
+            if operator.name not in late and not operator.frozen:
+                left = left + weight_bytes * operator.weights
+            peak = larger(peak, live_bytes + back + left - freed)
+            if operator.name in late:
+                for size in gone:
+                    left = left + size
+            freed += sum(sizes[name] for name in read_last if name not in waits)
+        return peak
+
+    @cached_property
+    def _backward_moments(self) -> list[BackwardMoment]:
+        """What each operator's backward has, in the order in which they run."""
         first_save: dict[str, int] = {}
         for index, operator in enumerate(self.operators):
             for name in operator.saved:
                 first_save.setdefault(name, index)
         gradients = {self.output: self.output_bytes}
-        inside = len(self._inside)
-        again = self.recomputed_bytes(recompute)
-        freed = peak = left = 0.0
+        moments = []
         for index in range(len(self.operators) - 1, -1, -1):
             operator = self.operators[index]
             if gradients.keys().isdisjoint(operator.outputs):
@@ -494,21 +544,14 @@ class OperatorTable:
             live_bytes = (
                 sum(self.sizes[name] for name in operator.inputs) + operator.workspace_bytes
             )
-            back = again if index < inside else 0.0
-            if operator.name not in late and not operator.frozen:
-                left = left + weight_bytes * operator.weights
-            peak = larger(peak, sum(gradients.values()) + live_bytes + back + left - freed)
+            live_bytes = sum(gradients.values()) + live_bytes
             gradients |= {name: self.sizes[name] for name in operator.inputs}
-            for name in operator.outputs:
-                gone = gradients.pop(name, 0.0)
-                left = left + (gone if operator.name in late else 0.0)
-            freed += sum(
-                self.sizes[n]
-                for n in dict.fromkeys(operator.saved)
-                if first_save[n] == index and n not in waits
-            )
-        return peak
+            gone = [gradients.pop(name, 0.0) for name in operator.outputs]
+            read_last = [n for n in dict.fromkeys(operator.saved) if first_save[n] == index]
+            moments.append(BackwardMoment(index, live_bytes, gone, read_last))
+        return moments
 
+    @known_by_choice
     def recomputed_bytes(self, recompute: Recompute) -> float:
         """Bytes that recomputation brings back beyond what is saved.
 
@@ -607,7 +650,7 @@ class OperatorTable:
                 waiting |= set(made_by[name].inputs)
         return names
 
-    @property
+    @cached_property
     def _needed_again(self) -> int:
         """Number of leading operators that produce everything the layer's own backward needs.
 
@@ -619,11 +662,11 @@ class OperatorTable:
         indices = [i for i, op in enumerate(self._inside) if not needed.isdisjoint(op.outputs)]
         return max(indices, default=-1) + 1
 
-    @property
+    @cached_property
     def _inside(self) -> tuple[Operator, ...]:
         return self.operators[: len(self.operators) - self.outside]
 
-    @property
+    @cached_property
     def _outside(self) -> tuple[Operator, ...]:
         return self.operators[len(self.operators) - self.outside :]
 

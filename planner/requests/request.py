@@ -227,7 +227,8 @@ class Request:
 
 def adapters_of(texts: Sequence[str]) -> Lora | None:
     """Return the adapters of settings, as `rank=16`; None where there are none."""
-    return Training().with_settings([f"lora.{each}" for each in _settings(texts)]).lora
+    settings = [f"lora.{each}" for each in _settings(texts)]
+    return Training().with_settings(settings).lora if settings else None
 
 
 def _settings(texts: Sequence[str]) -> list[str]:

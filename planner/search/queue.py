@@ -75,7 +75,8 @@ Item = Any
 Bound = Callable[[Layout], float | Pruned]
 """Least seconds of a layout, inf if it does not fit; or why it need not be looked at."""
 Next = tuple[float, int, Item]
-"""Replacement of an entry: its bound, the level that it has reached, a group or a layout."""
+"""Replacement of an entry: its bound, the level that it has reached, a group or a layout, or a
+family of one layout, which is made only if it is kept."""
 
 
 class QueueEntry(NamedTuple):
@@ -278,6 +279,7 @@ class Queue:
             return
         while len(self._heaps) <= level:
             self._heaps.append([])
+        item = item.first if level == space.groups and isinstance(item, LayoutFamily) else item
         simple = complexity(item) if isinstance(item, Layout) else ()
         entry = QueueEntry(bound_s, simple, next(self._numbers), level, item, space)
         heapq.heappush(self._heaps[level], entry)

@@ -148,4 +148,4 @@ class Where(Part):
         )
 
 
-HERE = Where()
+HERE = Where.model_construct()

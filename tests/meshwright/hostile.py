@@ -368,7 +368,7 @@ class Option:
 def commands() -> dict[str, list[Option]]:
     """Return all commands with their options, as the command line declares them."""
     every = {}
-    for command in cli.app.registered_commands:
+    for command in cli.app().registered_commands:
         assert command.callback is not None
         named = get_type_hints(command.callback, include_extras=True)
         hints = {

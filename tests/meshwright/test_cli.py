@@ -340,7 +340,7 @@ def test_every_option_of_a_command_is_an_argument_of_its_function(command: str) 
     # An option that chooses another function: commands.profile_agenda.
     shown |= {"profile": {"dry_run"}}.get(command, set())
 
-    options = set(inspect.signature(cli.COMMANDS[command]).parameters) - shown
+    options = set(inspect.signature(cli.command_of(command)).parameters) - shown
     function = launches.launch if command == "launch" else getattr(commands, command)
 
     records = {*LaunchRun.model_fields, *Where.model_fields} if command == "launch" else set()
@@ -548,6 +548,20 @@ def test_a_number_that_no_record_takes_is_refused_in_our_words(
     said = capsys.readouterr().err
     assert said.startswith("meshwright: scale-up-after is ")
     assert "Traceback" not in said
+
+
+def test_a_command_ends_without_a_search_for_cycles() -> None:
+    code = (
+        "import atexit, gc, sys\n"
+        "atexit.register(lambda: print(gc.get_freeze_count() > 0))\n"
+        "from meshwright.__main__ import main\n"
+        "sys.argv = ['meshwright', '--version']\n"
+        "main()"
+    )
+
+    ended = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+
+    assert ended.stdout.splitlines()[-1] == "True"
 
 
 @pytest.mark.parametrize("is_printed", [True, False])

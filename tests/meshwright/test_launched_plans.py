@@ -63,7 +63,7 @@ def folder_of(family: str, path: Path) -> Path:
 def next_after(model: str, output: Path, *more: str) -> str:
     """Return what `plan` says to do next, in one line."""
     words = ["plan", model, "--cluster", "local:2", "--seq-len", "16", "-o", str(output), *more]
-    answer = CliRunner().invoke(app, words)
+    answer = CliRunner().invoke(app(), words)
     assert answer.exit_code == 0, answer.exception
     return " ".join(answer.output.rpartition("\nnext ")[2].split())
 
@@ -71,7 +71,7 @@ def next_after(model: str, output: Path, *more: str) -> str:
 def is_launched(plan: Path) -> bool:
     """Tell whether launch accepts a plan, as far as it looks before a rank starts."""
     return (
-        CliRunner().invoke(app, ["launch", str(plan), "--dry-run", "--steps", "1"]).exit_code == 0
+        CliRunner().invoke(app(), ["launch", str(plan), "--dry-run", "--steps", "1"]).exit_code == 0
     )
 
 

@@ -22,7 +22,7 @@ from meshwright.planner.report.terminal import Terminal
 from meshwright.render.text import compiled_texts, improved_parts
 from tests.meshwright.answers_at_80 import COMMANDS, GOLDEN, prepare
 
-GROUP: Any = typer.main.get_command(cli.app)
+GROUP: Any = typer.main.get_command(cli.app())
 
 
 CHOSEN = {"plan", "layout", "yours", "best", "memory", "why", "proof", "change", "warning", "gain"}

@@ -114,7 +114,7 @@ def test_every_command_says_what_a_full_device_takes(crowded: Path, command: lis
         asked += ["--fit-probability", "0.5"]
         options = [model, "--cluster", cluster, *asked, *options]
 
-    ended = CliRunner().invoke(app, [name, *options])
+    ended = CliRunner().invoke(app(), [name, *options])
 
     assert ended.exit_code == 0
     assert SETTING in ended.output + ended.stderr

@@ -18,7 +18,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
-from typing import TYPE_CHECKING, Protocol, cast
+from operator import add
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -294,6 +295,13 @@ def _fullest(moments: ArrayLike) -> list[float]:
     return list(each[at, :, np.arange(each.shape[2])].T)
 
 
+def _fuller(moments: list[tuple[float, float]]) -> list[float]:
+    """Return the same of (stored, working), which is quick where these are numbers."""
+    if any(isinstance(size, np.ndarray) for pair in moments for size in pair):
+        return _fullest(moments)
+    return [float(size) for size in max(moments, key=lambda pair: pair[0] + pair[1])]
+
+
 def _ends(layers: Layers, *, first: bool, last: bool, keeps_sent: bool) -> float:
     """Return how many tensors that cross its ends a micro-batch in flight keeps on a stage."""
     received = layers[0].receives * (not first) if layers else 0
@@ -377,6 +385,10 @@ def _at_most(moments: Moments, held: Sequence[StageBytes]) -> list[float]:
     activations += moments.waiting @ np.array([stage.kept for stage in held])
     activations += acting[:, 0]
     buffers = moments.holding @ np.array([stage.buffers for stage in held])
+    if activations.ndim == 1:
+        working = acting[:, 1]
+        at = (activations + working + buffers).argmax()
+        return [float(activations[at]), float(working[at]), float(buffers[at])]
     return _fullest(np.stack([activations, acting[:, 1], buffers], axis=1))
 
 
@@ -384,7 +396,9 @@ def stage_bytes(
     layers: Layers, boundary_bytes: float, *, first: bool, last: bool, keeps_sent: bool
 ) -> StageBytes:
     """Return the bytes of a stage; it may be the first or the last of the model."""
-    kept = behind = sum(layer.kept for layer in layers)
+    # [field of `LayerBytes`][layer]
+    every: Any = LayerBytes._make(zip(*layers, strict=True)) if layers else _NO_LAYERS
+    kept = behind = sum(every.kept)
     so_far = nothing = 0.0 * kept
     forward, backward, input_backward = ([(nothing, nothing)] for _ in range(3))
     for layer, beside in zip(layers, moving_beside(layers), strict=True):
@@ -394,18 +408,21 @@ def stage_bytes(
         backward.append((so_far, layer.backward + beside))
         input_backward.append((so_far + behind, layer.input + beside))
     return StageBytes(
-        parameters=sum(layer.parameters + layer.gathered for layer in layers),
-        gradients=sum(layer.gradients + layer.gradient_buffers for layer in layers),
-        optimizer=sum(layer.optimizer for layer in layers),
-        bucket=_largest(layer.bucket for layer in layers),
-        host=sum(layer.host for layer in layers),
+        parameters=sum(map(add, every.parameters, every.gathered)),
+        gradients=sum(map(add, every.gradients, every.gradient_buffers)),
+        optimizer=sum(every.optimizer),
+        bucket=_largest(every.bucket),
+        host=sum(every.host),
         stored=so_far,
         kept=kept,
-        forward=_fullest(forward),
-        backward=_fullest(backward),
-        input_backward=_fullest(input_backward),
+        forward=_fuller(forward),
+        backward=_fuller(backward),
+        input_backward=_fuller(input_backward),
         buffers=_ends(layers, first=first, last=last, keeps_sent=keeps_sent) * boundary_bytes,
     )
+
+
+_NO_LAYERS: Any = LayerBytes._make([()] * len(LayerBytes._fields))
 
 
 def moving_beside(layers: Layers) -> list[float]:

@@ -52,6 +52,7 @@ from meshwright.planner.search.space import LayoutFamily, ShardingChoice, Timeta
 
 if TYPE_CHECKING:
     from meshwright.planner.costs.cost_cache import KindFigures
+    from meshwright.planner.documents.profile import ChunkedLoss
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -241,9 +242,10 @@ class MemoryBounds:
         members = self._chain.members[settings]
         several = bool((members != members[:, :1]).any())
         losses = range(members.shape[1] if several else 1)
-        layouts = [[_layout(unit, place) for unit in units] for place in losses]
+        layouts = [unit.family.layout(unit.leanest, Timetable()) for unit in units]
+        of_losses = [[_loss(unit.family, place) for unit in units] for place in losses]
         figures, recompute = self._chain.figures, self._recompute
-        costs = LayersTogether(self._tables, figures, layouts, members, recompute)
+        costs = LayersTogether(self._tables, figures, layouts, of_losses, members, recompute)
         holdings = np.concatenate([of_unit_s.holding for of_unit_s in units_s])
         options = Options(
             **dict(
@@ -257,9 +259,7 @@ class MemoryBounds:
         options = replace(options, transient_bytes=self._working(options, costs, of_unit))
         if seen_s is not None:
             options = replace(options, time_s=options.time_s + seen_s[of_unit].T)
-        boundary_bytes = np.array([self._tables.boundary_bytes(layout) for layout in layouts[0]])[
-            of_unit
-        ]
+        boundary_bytes = self._boundary_bytes(layouts, settings)[of_unit]
         lowest = np.concatenate([of_unit_s.lowest for of_unit_s in units_s]).T
         kept = np.flatnonzero(self._may_fit(options, boundary_bytes, lowest, degree))
         bound_s = np.full(len(of_unit), np.inf)
@@ -292,6 +292,13 @@ class MemoryBounds:
                 at = kept[alone]
                 bound_s[at] = np.maximum(bound_s[at], pooled_s)
         return bound_s
+
+    def _boundary_bytes(self, layouts: Sequence[Layout], settings: Indices) -> Floats:
+        """[layout] Bytes that cross a boundary; layouts of a division compute alike."""
+        keys = [(at, one.pipeline > 1) for at, one in zip(settings.tolist(), layouts, strict=True)]
+        some = dict(zip(keys, layouts, strict=True))
+        known = {key: self._tables.boundary_bytes(layout) for key, layout in some.items()}
+        return np.array([known[key] for key in keys])
 
     def _pooled_s(
         self,
@@ -562,20 +569,21 @@ class LayersTogether:
         self,
         tables: CostTables,
         figures: KindFigures,
-        layouts: Sequence[Sequence[Layout]],
+        layouts: Sequence[Layout],
+        losses: Sequence[Sequence[ChunkedLoss | None]],
         settings: Indices,
         recompute: Recomputes,
     ) -> None:
-        """`layouts` [loss][layout], and `settings` [layout, loss] in the arrays `figures`."""
+        """`losses` [loss][layout], and `settings` [layout, loss] in the arrays `figures`."""
         self._tables = tables
         self._figures = figures
         self._settings = settings
         self._recompute = recompute
         self._kinds = list(figures)
-        self._losses = range(len(layouts))
-        self._states = [[tables.states(layout) for layout in some] for some in layouts]
-        self._once = cast(bool, np.array([layout.micro_batches == 1 for layout in layouts[0]]))
-        self._pipelined = cast(bool, np.array([layout.pipeline > 1 for layout in layouts[0]]))
+        self._losses = range(len(losses))
+        self._states = tables.states_together(layouts, losses)
+        self._once = cast(bool, np.array([layout.micro_batches == 1 for layout in layouts]))
+        self._pipelined = cast(bool, np.array([layout.pipeline > 1 for layout in layouts]))
         self._parts: dict[str, list[StrategyParts]] = {}
 
     def figures_of(self, kind: str, holdings: Indices, layouts: Indices) -> Floats:
@@ -700,10 +708,9 @@ _STATES = tuple(field.name for field in fields(States))
 _row = attrgetter(*_STATES)
 
 
-def _layout(unit: GroupUnderSharding, loss: int = 0) -> Layout:
-    """Return a layout of the unit; what it has is the same under every timetable."""
-    place = min(loss, len(unit.family.losses) - 1)
-    return unit.family.layout(unit.leanest, Timetable(), place=place)
+def _loss(family: LayoutFamily, place: int) -> ChunkedLoss | None:
+    """Return one of the ways to compute the loss, the last one where there are fewer."""
+    return family.losses[min(place, len(family.losses) - 1)]
 
 
 @lru_cache(maxsize=1 << 12)

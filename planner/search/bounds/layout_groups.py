@@ -36,7 +36,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -331,8 +331,8 @@ def _per_sharing(seconds: float, sharings: Sequence[ShardingChoice]) -> Floats:
 
 Levels = list[tuple[Sharings, bounds.Floats]]
 """Sharings of one ZeRO level, with a bound for each timetable."""
-Bounded = list[tuple[Layout, float]]
-"""Layouts and the least seconds of each."""
+Bounded = list[float]
+"""[sharing] The least seconds of the layouts of a part."""
 
 
 class FamilyBounds(Configurations):
@@ -359,6 +359,8 @@ class FamilyBounds(Configurations):
             self._counts[layer.kind] = self._counts.get(layer.kind, 0) + layer.repeat
         self._commonest = max(self._counts.items(), key=lambda item: item[1])
         self._known_paces: dict[tuple[object, ...], ObjectiveCoefficients] = {}
+        self._known_numbers: dict[tuple[int, int, str, int], int] = {}
+        """How many paces a timetable has that differ."""
         self._rates = self.tables.rates
         self._types = state_types(
             self._rates.framework, request.job.precision, moments=self.model.optimizer_bytes
@@ -497,9 +499,16 @@ class FamilyBounds(Configurations):
                 )
                 rows = [self._pace_figures(layout, *pace) for pace in self.paces(layout)]
                 columns.append((rows * self._most_paces)[: self._most_paces])
+                self._known_numbers[pipeline, count, name, virtual] = len(rows)
             # [timetable, pace, figure] -> [figure, pace, timetable]
             self._known_paces[key] = ObjectiveCoefficients(*np.array(columns).T)
         return self._known_paces[key]
+
+    def _each_pace_of(self, part: LayoutFamily) -> list[ObjectiveCoefficients]:
+        """Return the paces of a part with one timetable."""
+        coefficients, [timetable] = self._paces_of(part), part.timetables
+        key = part.degrees.pipeline, part.micro_batches, *timetable
+        return coefficients.one_by_one(self._known_numbers[key])
 
     def _pace_figures(self, layout: Layout, steady: float, fill: float) -> tuple[float, ...]:
         """Return the figures of `ObjectiveCoefficients` for one pace of a layout's timetable."""
@@ -603,51 +612,56 @@ class FamilyBounds(Configurations):
         )
         return np.split(bounds_s, np.cumsum([len(family.timetables) for family, _ in units])[:-1])
 
-    def shared_s(self, part: LayoutFamily) -> bounds.Floats:
-        """[sharing] Least seconds with what sharding the commonest layers adds, memory ignored.
+    def shared_s(self, parts: Sequence[LayoutFamily]) -> list[bounds.Floats]:
+        """[part][sharing] Least seconds with what sharding the commonest layers adds.
 
-        `part` has one ZeRO level, timetable and loss.  The other layers take their fewest seconds
-        anywhere, and what crosses a boundary of the pipeline takes no time.
+        Memory is ignored; parts have one ZeRO level, timetable and loss.  The other layers take
+        their fewest seconds anywhere, and what crosses a boundary of the pipeline takes no time.
         """
-        return self._sharing_bounds(part).least_s
+        self._bound_sharing(parts)
+        return [self._known_shared[part].least_s for part in parts]
 
-    def _sharing_bounds(self, part: LayoutFamily) -> _PartBounds:
-        """Return what sharing takes of the commonest layers."""
-        if part in self._known_shared:
-            return self._known_shared[part]
-        number, moved = self._divided[part.computation_key], self._sharding.costs_of(part)
+    def _bound_sharing(self, parts: Sequence[LayoutFamily]) -> None:
+        """Work out what sharing takes of many parts, whose paces and sharings lie in a row."""
         commonest, layers = self._commonest
-        rows = [
-            (self._counts[kind], float(self._chain.fastest_s[at, number]), 0.0)
-            for at, kind in enumerate(self._counts)
-            if kind != commonest
-        ]
-        each_s = []
-        for pace in self._paces_of(part).one_by_one(len(self.paces(part.first))):
-            ((steady, fill, credited, actions, fewest_s),) = np.array(pace)[:, 0].T.tolist()
-            # Both are arrays [sharing].
-            alone_s = self._chain.fastest_s[list(self._counts).index(commonest), number]
-            passes_s, once_s = self._with_once(
-                part, fill, moved.passes_s, moved.once_s, alone_s=float(alone_s)
-            )
-            each_s.append(
-                bounds.balanced_s(
-                    [*rows, (layers, cast(float, passes_s), cast(float, once_s))],
-                    stages=part.degrees.pipeline,
-                    exposed_s=actions * self.tables.action_s,
-                    each_exposed_s=fewest_s * self.tables.action_s,
-                    steady=steady,
-                    fill=fill,
-                    credits_s=credited * float(self._chain.credits_s[number]),
-                )
-            )
-        balanced_s = np.max(each_s, axis=0)
-        least_s = np.asarray(balanced_s * (1 - ROUNDING) + self.tables.step_s)
-        part_bounds = self._known_shared[part] = _PartBounds(least_s, moved)
-        return part_bounds
+        kinds, fastest_s = list(self._counts), self._chain.fastest_s
+        new = {
+            part: self._sharding.costs_of(part) for part in parts if part not in self._known_shared
+        }
+        rows: list[tuple[Any, ...]] = []
+        for part, moved in new.items():
+            number = self._divided[part.computation_key]
+            alone_s = float(fastest_s[kinds.index(commonest), number])
+            for pace in self._each_pace_of(part):
+                [figures] = np.array(pace)[:, 0].T.tolist()
+                seconds = moved.passes_s, moved.once_s
+                seconds = self._with_once(part, figures[1], *seconds, alone_s=alone_s)
+                rows.append((len(moved.once_s), number, part.degrees.pipeline, *figures, *seconds))
+        if not rows:
+            return
+        sizes, at, *columns, passes_s, once_s = zip(*rows, strict=True)
+        places = np.repeat(at, sizes)
+        stages, steady, fill, credited, actions, fewest_s = np.repeat(columns, sizes, axis=1)
+        others = np.delete(fastest_s, kinds.index(commonest), axis=0)[:, places]
+        counts = [self._counts[kind] for kind in kinds if kind != commonest]
+        last = (layers, np.concatenate(passes_s), np.concatenate(once_s))
+        balanced_s: Any = bounds.balanced_s(
+            [*_without_sync(counts, others), cast(tuple[int, float, float], last)],
+            stages=cast(float, stages),
+            exposed_s=cast(float, actions * self.tables.action_s),
+            each_exposed_s=cast(float, fewest_s * self.tables.action_s),
+            steady=cast(float, steady),
+            fill=cast(float, fill),
+            credits_s=cast(float, credited * self._chain.credits_s[places]),
+        )
+        each_s = iter(np.split(balanced_s, np.cumsum(sizes)[:-1]))
+        for part, moved in new.items():
+            paces = [next(each_s) for _ in self._each_pace_of(part)]
+            least_s = np.max(paces, axis=0) * (1 - ROUNDING) + self.tables.step_s
+            self._known_shared[part] = _PartBounds(least_s, moved)
 
     def shared_rooms_s(self, parts: Sequence[LayoutFamily]) -> list[Bounded]:
-        """[part][layout] Least seconds with the sharding of the commonest layers, within memory.
+        """[part][sharing] Least seconds with the sharding of the commonest layers, within memory.
 
         Parts are as in `shared_s`.  Of sharings that divide states among as many ranks, wherever
         they lie, the least of every figure stands for all.
@@ -655,16 +669,14 @@ class FamilyBounds(Configurations):
         result, units, paces, once_s, seen_s = [], [], [], [], []
         synced_s: list[float] = []
         members: list[tuple[bounds.Floats, list[int]]] = []
-        for part in parts:
-            shared = self._sharing_bounds(part)
-            least_s, moved = shared.least_s.copy(), shared.moved
+        for part, shared_s in zip(parts, self.shared_s(parts), strict=True):
+            least_s, moved = shared_s.copy(), self._known_shared[part].moved
             many = max(1.0, self._commonest[1] / part.degrees.pipeline)
             groups: dict[tuple[int, int], list[int]] = {}
             for index, sharing in enumerate(part.sharings):
                 level = 1 if _alike(part) and sharing.zero == 2 else sharing.zero
                 groups.setdefault((level, sharing.shard), []).append(index)
-            coefficients = self._paces_of(part).one_by_one(len(self.paces(part.first)))
-            for group, pace in itertools.product(groups.values(), coefficients):
+            for group, pace in itertools.product(groups.values(), self._each_pace_of(part)):
                 members.append((least_s, group))
                 units.append(GroupUnderSharding(part, part.sharings[group[0]]))
                 paces.append(pace)
@@ -678,15 +690,13 @@ class FamilyBounds(Configurations):
                 seen_s.append(seen)
                 steadily = float(pace.fill[0, 0]) == 0.0
                 synced_s.append(float(moved.once_s[group].min()) if steadily else math.nan)
-            result.append((part, least_s))
+            result.append(least_s)
         rooms_s = self._within_memory_s(
             units, paces, np.array(once_s), np.array(seen_s), np.array(synced_s)
         )
         for (least_s, group), (room_s,) in zip(members, rooms_s, strict=True):
             least_s[group] = np.maximum(least_s[group], room_s)
-        return [
-            list(zip(part.layouts(), least_s.tolist(), strict=True)) for part, least_s in result
-        ]
+        return [least_s.tolist() for least_s in result]
 
     def paces(self, layout: Layout) -> tuple[tuple[float, float], ...]:
         """Return `steady` and `fill` of each bound of a layout's step, up to `_most_paces`.

@@ -449,6 +449,8 @@ class Columns:
         """By kind of layer."""
         self._sums: dict[tuple[object, ...], tuple[list[int], Indices, Floats]] = {}
         """Choices of the main kind that are within memory by sums of bytes."""
+        self._ways_alone: dict[tuple[object, ...], _KnownWays] = {}
+        """All of them, with their seconds, summed and largest transient bytes."""
         self._least_s: dict[tuple[object, ...], float] = {}
         """By rank and the number of entries of each kind: least seconds within memory by sums."""
 
@@ -582,25 +584,41 @@ class Columns:
         Options are those `among` the main kind's where given.
         """
         key = rank, most, tuple(sorted(given.items())), among is None
-        if key in self._sums:
-            return self._sums[key]
-        (main, number), tables = most, self.instance.kinds
-        table = tables[main]
-        order = sorted(among or range(len(table)), key=lambda at: table[at].time_s)
-        numbers = option_counts(number, len(order))
-        stage = self.instance.stages[rank]
+        if key not in self._sums:
+            order, numbers, passes_s, able = self._ways_beside(rank, most, given, among)
+            self._sums[key] = order, numbers[able], passes_s[able]
+        return self._sums[key]
+
+    def _ways_beside(
+        self,
+        rank: int,
+        most: tuple[int, int],
+        given: dict[int, tuple[int, ...]],
+        among: Sequence[int] | None = None,
+    ) -> tuple[list[int], Indices, Floats, NDArray[np.bool_]]:
+        """Return the same of all ways; [way] which of them are within the limit and memory."""
+        key = rank, most, among is None
+        (main, number), tables, stage = most, self.instance.kinds, self.instance.stages[rank]
+        if key not in self._ways_alone:
+            table = tables[main]
+            order = sorted(among or range(len(table)), key=lambda at: table[at].time_s)
+            numbers = option_counts(number, len(order))
+            transient = np.array([table[at].transient_bytes for at in order])
+            self._ways_alone[key] = (
+                order,
+                numbers,
+                numbers @ np.array([table[at].time_s for at in order]),
+                numbers @ np.array([stage.summed_bytes(table[at]) for at in order]),
+                np.where(numbers > 0, transient, 0.0).max(axis=1, initial=0.0),
+            )
+        order, numbers, alone_s, summed_bytes, widest = self._ways_alone[key]
         others = [tables[kind][at] for kind, options in given.items() for at in options]
-        each_s = np.array([table[at].time_s for at in order])
-        passes_s = sum(option.time_s for option in others) + numbers @ each_s
+        passes_s = sum(option.time_s for option in others) + alone_s
         able = self._layout.micro_batches * passes_s <= self._room_s * (1 + ROUNDING)
-        summed_bytes = numbers @ np.array([stage.summed_bytes(table[at]) for at in order])
-        summed_bytes += sum(map(stage.summed_bytes, others))
-        transient = np.array([table[at].transient_bytes for at in order])
-        widest = np.where(numbers > 0, transient, 0.0).max(axis=1, initial=0.0)
+        summed_bytes = summed_bytes + sum(map(stage.summed_bytes, others))
         widest = np.maximum(widest, max((option.transient_bytes for option in others), default=0.0))
         able &= summed_bytes + widest <= stage.room_bytes + ROUNDING * np.abs(summed_bytes)
-        self._sums[key] = order, numbers[able], passes_s[able]
-        return self._sums[key]
+        return order, numbers, passes_s, able
 
     def _quickest(
         self, rank: int, first: int, end: int, kinds: tuple[int, ...], *, exact: bool = False
@@ -682,8 +700,8 @@ class Columns:
         least_s = math.inf
         for beside in numbers:
             given = dict(zip(others, beside, strict=True))
-            _, _, passes_s = self._within_sums(rank, most, given, worth[most[0]])
-            least_s = min(least_s, float(passes_s.min(initial=math.inf)))
+            _, _, passes_s, able = self._ways_beside(rank, most, given, worth[most[0]])
+            least_s = min(least_s, float(passes_s.min(initial=math.inf, where=able)))
         return least_s
 
     def _fitting_s(self, rank: int, span: tuple[int, int], kinds: tuple[int, ...]) -> float:
@@ -982,6 +1000,9 @@ def _along(kinds: tuple[int, ...], picked: dict[int, tuple[int, ...]]) -> tuple[
     """Return the option of each entry; of like ones those that recompute more come first."""
     left = {kind: sorted(options, reverse=True) for kind, options in picked.items()}
     return tuple(left[kind].pop(0) for kind in kinds)
+
+
+_KnownWays = tuple[list[int], Indices, Floats, Floats, Floats]
 
 
 @lru_cache(maxsize=512)

@@ -196,7 +196,7 @@ class SimulatedCandidates(Candidates):
         bounds = cls.__new__(cls)
         bounds.__dict__.update(candidates.__dict__)
         bounds._closed_form = candidates
-        bounds._known_paces = {}
+        bounds._known_paces, bounds._known_numbers = {}, {}
         bounds._forget()
         if bounds.families:
             # W takes the place of what a zero-bubble schedule takes back: `fill` leaves it out.

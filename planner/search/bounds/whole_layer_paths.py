@@ -104,7 +104,8 @@ class _Alike:
         layers, count = self._layers, len(limit_s)
         way_s = np.where(self._alone_s <= limit_s, self._way_s, np.inf)
         able = np.isfinite(way_s)
-        most = _most(able)
+        anywhere: Booleans = np.any(able, axis=2)
+        most: Indices = (anywhere * np.arange(able.shape[1])).max(axis=1)
         room_s = limit_s - self._behind_s
         # [rank] Layers that the ranks from it on hold at most, in any pipeline.
         behind = np.append(np.cumsum(most[::-1])[::-1], 0)
@@ -119,7 +120,7 @@ class _Alike:
             for n in range(widest + 1):
                 # Layers before that make between start and end with these.
                 lower, upper = max(first, start - n), min(first + len(least_s) - 1, end - n)
-                if upper < lower or not able[rank, n].any():
+                if upper < lower or not anywhere[rank, n]:
                     continue
                 before_s = least_s[lower - first : upper - first + 1]
                 there = after_s[lower + n - start : upper + n - start + 1]
@@ -128,9 +129,3 @@ class _Alike:
             first, least_s = start, after_s
         reached: Booleans = np.isfinite(least_s[layers - first])
         return reached
-
-
-def _most(able: Booleans) -> Indices:
-    """[rank] Most layers that it can have in any pipeline."""
-    most: Indices = (np.any(able, axis=2) * np.arange(able.shape[1])).max(axis=1)
-    return most

@@ -149,6 +149,8 @@ class Shares:
             combined = tuple(at for entry in ends + last for at in entry)
             self.entries = [combined, *like] if combined else [*like]
         self.fewest_entries = [self._fewest_entries(rank) for rank in range(self.ranks)]
+        self._are_like = [0 <= entry[0] - run.before < run.alike for entry in self.entries]
+        self._known_seats: dict[tuple[int, range], dict[int, list[tuple[int, int]]]] = {}
 
     def is_relieved(self, rank: int) -> bool:
         """Return whether the last stage of a rank takes what its others leave."""
@@ -178,7 +180,7 @@ class Shares:
         like: list[int] = []
         ends: list[int] = []
         for entry, chosen in zip(entries, choices, strict=True):
-            (like if self.like(entry) else ends).extend(chosen)
+            (like if self._are_like[entry] else ends).extend(chosen)
         entries_of_rank = [*sorted(like, key=order.index), *ends]
         return {
             stage: [(position, entries_of_rank[at]) for position, at in seated]
@@ -187,13 +189,19 @@ class Shares:
 
     def like(self, entry: int) -> bool:
         """Return whether an entry is one of the run of like layers."""
-        return 0 <= self.entries[entry][0] - self.run.before < self.run.alike
+        return self._are_like[entry]
 
     def seats(self, rank: int, entries: range) -> dict[int, list[tuple[int, int]]]:
         """Return by stage where the layers of a rank's entries lie: (position, which of them).
 
         Like layers come first, in the order of their choices, then those of the others.
         """
+        key = rank, entries
+        if key not in self._known_seats:
+            self._known_seats[key] = self._seats(rank, entries)
+        return self._known_seats[key]
+
+    def _seats(self, rank: int, entries: range) -> dict[int, list[tuple[int, int]]]:
         run = self.run
         count = sum(self.like(entry) for entry in entries)
         stages = [stage for stage, home in enumerate(self.home) if home == rank]

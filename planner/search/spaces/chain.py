@@ -91,16 +91,16 @@ class Families(SearchSpace):
         if level == FAMILY:
             yield from self._parts_of(some)
         elif level == PART:
-            for entry in some:
-                for part in entry.item.by_loss():
-                    least_s = float(self.candidates.shared_s(part).min())
-                    yield max(entry.bound_s, least_s), SHARED, part
+            of_loss = [(entry.bound_s, part) for entry in some for part in entry.item.by_loss()]
+            shared_s = self.candidates.shared_s([part for _, part in of_loss])
+            for (bound_s, part), each_s in zip(of_loss, shared_s, strict=True):
+                yield max(bound_s, float(each_s.min())), SHARED, part
         else:
             parts = [entry.item for entry in some]
             bounds, bounds_of = self.candidates.opened, self.candidates.shared_rooms_s
-            for entry, layouts in zip(some, _together(bounds, parts, bounds_of), strict=True):
-                for layout, least_s in layouts:
-                    yield max(entry.bound_s, least_s), LAYOUT, layout
+            for entry, rooms_s in zip(some, _together(bounds, parts, bounds_of), strict=True):
+                for sharing, least_s in zip(entry.item.sharings, rooms_s, strict=True):
+                    yield max(entry.bound_s, least_s), LAYOUT, entry.item.part(sharings=(sharing,))
 
     def _parts_of(self, some: Sequence[QueueEntry]) -> Iterable[Next]:
         """Yield the parts of families: savings first, then levels and timetables."""

@@ -51,7 +51,7 @@ from meshwright.planner.solver.partition_problem import (
 )
 
 if TYPE_CHECKING:
-    from meshwright.planner.search.bounds.layout_groups import Bounded, StatedProblem
+    from meshwright.planner.search.bounds.layout_groups import StatedProblem
 
 WITHIN_MEMORY, CUT, OPTIMUM, SETTLED = range(LAYOUT + 1, LAYOUT + 5)
 """Levels of a layout, by what is known: all of its memory; the least of all cuts by paths that stay
@@ -308,13 +308,15 @@ class SimulatedChain(Families):
         instance, more_s = self.candidates.likely(layout)
         return bounds.counted_s(instance) + more_s
 
-    def opened_layouts(self) -> Bounded:
-        """Return the layouts of parts that the closed form has bounded."""
-        return [
-            layout for layouts in self.closed_form.candidates.opened.values() for layout in layouts
-        ]
+    def opened_layouts(self) -> Iterator[tuple[float, SimulatedChain, Layout]]:
+        """Yield the layouts of pipelines that the closed form has bounded below the fastest."""
+        for part, each_s in self.closed_form.candidates.opened.items():
+            if part.degrees.pipeline > 1:
+                for sharing, bound_s in zip(part.sharings, each_s, strict=True):
+                    if bound_s < self.goal.limit_s:
+                        yield bound_s, self, part.layout(sharing, part.timetables[0])
 
-    def other_schedules(self, best: Layout) -> Bounded:
+    def other_schedules(self, best: Layout) -> list[tuple[float, SimulatedChain, Layout]]:
         """Return a layout under its other schedules."""
         candidates = self.closed_form.candidates
         solutions = []
@@ -324,7 +326,7 @@ class SimulatedChain(Families):
                 layout = canonical(candidates.cluster, layout)
             ahead = layout.executed_schedule.ahead
             if layout != best and (not ahead or may_run_ahead(candidates.request, layout)):
-                solutions.append((layout, self.candidates.communication_s(layout)))
+                solutions.append((self.candidates.communication_s(layout), self, layout))
         return solutions
 
 
@@ -336,14 +338,10 @@ def look_near(spaces: Sequence[SimulatedChain], home: SimulatedChain, best: Rank
     and order alone the one with the least bound stands for all.
     """
     goal = home.goal
-    bounded = [
-        (bound_s, space, layout)
-        for space in spaces
-        for layout, bound_s in (
-            *space.opened_layouts(),
-            *(space.other_schedules(best.plan.layout) if space is home else []),
-        )
-    ]
+    bounded: list[tuple[float, SimulatedChain, Layout]] = []
+    for space in spaces:
+        bounded += space.opened_layouts()
+        bounded += space.other_schedules(best.plan.layout) if space is home else []
     _look_among(goal, bounded, goal.effort)
 
 
@@ -365,10 +363,12 @@ def _look_among(
     """Do so for some layouts with their bounds."""
     alike: dict[tuple[object, ...], tuple[float, SimulatedChain, Layout]] = {}
     for bound_s, space, layout in bounded:
+        if layout.pipeline == 1 or bound_s >= goal.limit_s:
+            continue
         sizes = layout.micro_batch, layout.loss, layout.zero > 2
         key = space, timetable(layout), kind(layout), *sizes
         worse = key in alike and alike[key][0] <= bound_s
-        if layout.pipeline == 1 or worse or bound_s >= goal.limit_s:
+        if worse:
             continue
         if space.candidates.pins.allow(layout) and space.refusal(layout) is None:
             alike[key] = bound_s, space, layout

@@ -193,7 +193,8 @@ class Fluid:
             added = loads[:, :, None] - loads[:, None, :]
             saved = self._time_s[:, None, :] - self._time_s[:, :, None]
         better = (added > 0) & (saved > 0) & np.isfinite(added) & np.isfinite(saved)
-        rising = np.unique(np.append(saved[better] / added[better], 0.0))
+        # np.unique would import numpy.ma.
+        rising = np.array(sorted({0.0, *(saved[better] / added[better]).tolist()}))
         if len(rising) > _MULTIPLIERS:
             rising = rising[np.linspace(0, len(rising) - 1, _MULTIPLIERS).round().astype(int)]
         return rising

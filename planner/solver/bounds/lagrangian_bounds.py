@@ -182,7 +182,8 @@ class StepBounds:
     ) -> _IdealRange:
         options = self.knapsacks.options
         smallest = np.array([levels[0] for levels in options.levels])
-        levels = np.unique(smallest[(smallest > lowest) & (smallest <= highest)])
+        inside = smallest[(smallest > lowest) & (smallest <= highest)]
+        levels = np.array(sorted(set(inside.tolist())))  # np.unique would import numpy.ma
         if len(levels) > _TRANSIENT_BINS:
             levels = levels[np.linspace(0, len(levels) - 1, _TRANSIENT_BINS).round().astype(int)]
         reached = np.empty((0, 0))

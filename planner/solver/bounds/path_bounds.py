@@ -118,13 +118,13 @@ class _MainKindTimes:
         nth_s = float(self._times_s[chain.needed - 1])
         lowest_s = max(nth_s, float(self._empty_s.max()), chain.slowest_s)
         above = int(np.searchsorted(self._times_s, lowest_s, side="right"))
-        next_s = np.unique(self._times_s[above : above + CEILINGS * self._stages])
-        ceilings = [lowest_s, *next_s[:CEILINGS].tolist()]
+        next_s = self._times_s[above : above + CEILINGS * self._stages].tolist()
+        ceilings = [lowest_s, *list(dict.fromkeys(next_s))[:CEILINGS]]
         best_s = steady * ceilings[-1] + fill * freest_s
-        for ceiling_s, next_s in itertools.pairwise(ceilings):
+        for ceiling_s, upper_s in itertools.pairwise(ceilings):
             if steady * ceiling_s + fill * freest_s >= best_s:
                 break
-            best_s = min(best_s, steady * ceiling_s + fill * self._filled_s(next_s))
+            best_s = min(best_s, steady * ceiling_s + fill * self._filled_s(upper_s))
         even_s = steady * (freest_s + chain.others_s) / self._stages + fill * freest_s
         besides_s = fill * chain.others_s
         bound_s: float = max(best_s, even_s) * _BELOW + besides_s * _BELOW + once_s

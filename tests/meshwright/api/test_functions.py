@@ -158,8 +158,8 @@ def test_a_scripts_plan_is_shown_and_not_launched_as_a_language_model(tmp_path: 
     meshwright.save(meshwright.plan(build, "local:2", batch=example()), file)
     runner = CliRunner()
 
-    shown = runner.invoke(app, ["show", str(file)])
-    launched = runner.invoke(app, ["launch", str(file)])
+    shown = runner.invoke(app(), ["show", str(file)])
+    launched = runner.invoke(app(), ["launch", str(file)])
 
     assert shown.exit_code == 0, shown.output
     assert "build on local:2" in shown.output

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from meshwright.planner import catalog
 from meshwright.planner.catalog import (
@@ -17,10 +20,12 @@ from meshwright.planner.catalog import (
     models,
     node_name,
     nodes,
+    nodes_of,
     rents,
     source_text,
     sources,
 )
+from meshwright.planner.catalog.entries import aliases_of, entry_texts
 from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
 from meshwright.planner.documents.plan import Job
 from meshwright.planner.errors import DocumentError
@@ -148,6 +153,44 @@ def test_names_and_aliases_mean_one_thing() -> None:
     devices = {*accelerators(), *(a for e in accelerators().values() for a in e.aliases)}
     servers = {*nodes(), *(a for e in nodes().values() for a in e.aliases)}
     assert not devices & servers
+
+
+@pytest.mark.parametrize("kind", ["accelerators", "nodes", "models"])
+def test_entries_read_one_by_one_are_those_of_the_whole_file(kind: str) -> None:
+    text = Path(catalog.__file__).with_name(f"{kind}.yaml").read_text()
+    whole = yaml.safe_load(text)[kind]
+
+    texts = entry_texts(text)
+
+    assert list(texts) == list(whole)
+    assert {name: yaml.safe_load(entry) for name, entry in texts.items()} == whole
+    aliases = {alias: name for name, entry in whole.items() for alias in entry.get("aliases", ())}
+    assert aliases_of(getattr(catalog, kind)()) == aliases
+
+
+def test_aliases_of_frameworks_are_found_in_their_files() -> None:
+    found = catalog.frameworks()
+
+    assert aliases_of(found) == {alias: name for name in found for alias in found[name].aliases}
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_nodes_of_an_accelerator_are_all_that_name_it(name: str) -> None:
+    assert list(nodes_of(name)) == [n for n in nodes().values() if n.accelerator == name]
+
+
+def test_a_request_reads_no_entry_but_its_own() -> None:
+    code = (
+        "from meshwright.planner import catalog\n"
+        "from meshwright.planner.catalog.expressions import resolve_cluster\n"
+        "resolve_cluster('8xh100-sxm-80gb')\n"
+        "print(*catalog.accelerators()._known)\n"
+        "print({node.accelerator for node in catalog.nodes()._known.values()})"
+    )
+
+    shown = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+
+    assert shown.stdout.splitlines() == ["h100-sxm-80gb", "{'h100-sxm-80gb'}"]
 
 
 def test_sources_are_written_out() -> None:

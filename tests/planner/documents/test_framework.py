@@ -13,12 +13,14 @@ from meshwright.planner.catalog import accelerators, framework, framework_name, 
 from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
 from meshwright.planner.costs.compute import WATT_BASIS, WATT_FLOPS
 from meshwright.planner.costs.predict import predict
-from meshwright.planner.documents.cluster import KernelRates
+from meshwright.planner.documents.cluster import Accelerator, KernelRates
+from meshwright.planner.documents.document import Part
 from meshwright.planner.documents.framework import (
     OPTION_BASIS,
     OPTIONS,
     Basis,
     Framework,
+    Host,
     base_of,
     figures,
     framework_of,
@@ -29,6 +31,7 @@ from meshwright.planner.documents.framework import (
     without_basis,
     without_sources,
 )
+from meshwright.planner.documents.plan import Plan
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.requests.pins import Pins
 from meshwright.planner.requests.request import Request
@@ -95,6 +98,19 @@ def test_a_framework_extends_a_known_one_that_extends_none(base: object, said: s
 
     with pytest.raises(DocumentError, match=said):
         framework_of({**PLAIN, "extends": base}, known)
+
+
+def test_parts_that_are_left_out_are_what_validation_makes_of_nothing() -> None:
+    parts = [
+        field.default
+        for cls in (Framework, Host, Accelerator, Plan)
+        for field in cls.model_fields.values()
+        if isinstance(field.default, Part)
+    ]
+
+    assert len(parts) > 20
+    assert parts == [type(part).model_validate({}) for part in parts]
+    assert parts == [type(part).model_validate(part.model_dump()) for part in parts]
 
 
 def test_names_and_aliases_are_of_one_framework_each() -> None:

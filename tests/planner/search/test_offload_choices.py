@@ -217,7 +217,8 @@ def test_no_bound_of_layouts_with_states_on_the_host_is_above_their_optimum() ->
     for family in candidates.families:
         for saved in family.by_saving():
             for part in saved.by_loss():
-                for layout, bound_s in candidates.shared_rooms_s([part])[0]:
+                [rooms_s] = candidates.shared_rooms_s([part])
+                for layout, bound_s in zip(part.layouts(), rooms_s, strict=True):
                     found = solve_chain(candidates.instance(layout))
                     if candidates.refusal(layout) is None and isinstance(found, Solution):
                         exact_s = found.objective_s + candidates.costs(layout).step_s

@@ -171,8 +171,8 @@ def test_a_graph_is_answered_in_numbers_of_its_layers(tmp_path: Path) -> None:
     path = tmp_path / "graph.json"
     path.write_text(json.dumps(TWO_BRANCHES))
 
-    shown = CliRunner().invoke(app, ["solve", str(path)])
-    plain = CliRunner().invoke(app, ["solve", str(path), "--json"])
+    shown = CliRunner().invoke(app(), ["solve", str(path)])
+    plain = CliRunner().invoke(app(), ["solve", str(path), "--json"])
 
     assert shown.exit_code == plain.exit_code == 0
     answer = json.loads(plain.stdout)

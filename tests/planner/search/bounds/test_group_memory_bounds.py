@@ -106,13 +106,15 @@ def test_a_group_of_both_losses_has_the_choices_of_either_for_the_head_alone() -
     for layouts in each:
         settings = np.arange(len(both))[:, None]
         figures = tables.figures_together(layouts)
-        alone.append(LayersTogether(tables, figures, [layouts], settings, None))
+        losses = [[layout.loss for layout in layouts]]
+        alone.append(LayersTogether(tables, figures, layouts, losses, settings, None))
     count = len(both)
     settings = np.stack([np.arange(count), np.arange(count) + count], axis=1)
     figures = tables.figures_together([layout for layouts in each for layout in layouts])
     held, every = np.array([holding_of(layout) for layout in each[0]]), np.arange(count)
 
-    together = LayersTogether(tables, figures, each, settings, None)
+    losses = [[layout.loss for layout in layouts] for layouts in each]
+    together = LayersTogether(tables, figures, each[0], losses, settings, None)
 
     for kind in figures:
         found = together.figures_of(kind, held, every)

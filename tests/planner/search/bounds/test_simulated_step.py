@@ -44,9 +44,9 @@ def bounds_of(bounded: Candidates, family: LayoutFamily) -> Iterator[tuple[Layou
         if room_s == math.inf:
             continue
         for one in part.by_loss():
-            shared_s = bounded.shared_s(one).tolist()
-            [layouts] = bounded.shared_rooms_s([one])
-            for (layout, both_s), sharing_s in zip(layouts, shared_s, strict=True):
+            [shared_s] = bounded.shared_s([one])
+            [rooms_s] = bounded.shared_rooms_s([one])
+            for layout, both_s, sharing_s in zip(one.layouts(), rooms_s, shared_s, strict=True):
                 yield layout, [computing_s, room_s, sharing_s, both_s]
 
 
