@@ -240,11 +240,7 @@ class ColumnProgram:
         """
         low_s = max((self.weighted_s(weights) for weights in known), default=0.0)
         few = len(known) < MOST_MEANS
-        if (
-            low_s >= limit_s
-            or not few
-            or self.is_too_much(actions, RELAXED_COLUMNS * most_columns)
-        ):
+        if low_s >= limit_s or not few or self.is_too_much(actions, RELAXED_COLUMNS * most_columns):
             return low_s
         program = self._program()
         low_s = max(low_s, program.solve(limit_s, None, 0, RELAXED * iterations))
