@@ -56,6 +56,7 @@ from itertools import accumulate
 
 from benchmarks.attack_plans import (
     LARGEST_CONTEXT,
+    AnyDraft,
     Choice,
     Draft,
     Drafts,
@@ -64,6 +65,7 @@ from benchmarks.attack_plans import (
 )
 from benchmarks.attack_report import EQUAL, TOLERANCE, Outcome, lines, page
 from benchmarks.attack_requests import REQUESTS, Target
+from benchmarks.attack_unlike import UnlikeDraft
 from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
 from meshwright.planner.costs.group_costs import GroupCosts
 from meshwright.planner.costs.layout_costs import CostTables
@@ -74,15 +76,18 @@ from meshwright.planner.costs.predict import (
     placements_of,
     predict,
     stage_seconds,
+    unlike_prediction,
 )
 from meshwright.planner.costs.stage_placement import StagePlacements, alike
 from meshwright.planner.documents.plan import INSIDE_OUT, Layout, Plan
 from meshwright.planner.documents.prediction import Prediction
 from meshwright.planner.documents.profile import ChunkedLoss
 from meshwright.planner.errors import DocumentError
+from meshwright.planner.frameworks.native_limits import refusal
 from meshwright.planner.operators.operator_table import RECOMPUTES
 from meshwright.planner.requests.pins import Pins, read_allowances
 from meshwright.planner.requests.request import Request
+from meshwright.planner.schedules import schedule_of
 from meshwright.planner.schedules.closed_form import pace
 from meshwright.planner.search.answer import Answer
 from meshwright.planner.search.partition.stage_counts import shares_of
@@ -106,12 +111,13 @@ BY = ("closed form", "simulated")
 class Judged:
     """A plan of the attack, predicted."""
 
-    draft: Draft
+    draft: AnyDraft
     plan: Plan
     prediction: Prediction
     objective_s: float
+    """In the closed form; as simulated where pipelines differ, of which it does not speak."""
     full: frozenset[int]
-    """Stages whose ranks have not room enough."""
+    """Ranks of pipelines that have not room enough."""
     outside: str | None
     """Why it is not in the certificate's space."""
 
@@ -123,6 +129,12 @@ class Judged:
     @property
     def text(self) -> str:
         """Return the layout, how many layers stages have, and what they recompute."""
+        if isinstance(self.draft, UnlikeDraft):
+            names = (
+                " ".join(dict.fromkeys(stage.group or "" for stage in kind.stages))
+                for kind in self.plan.kinds
+            )
+            return f"{self.plan.layout_text} on {' + '.join(names)}"
         recomputed = [
             sum(item.recompute != "none" for item in stage.layers) for stage in self.plan.stages
         ]
@@ -144,6 +156,7 @@ class Attack:
         answer: Answer | None = None,
     ) -> None:
         """Attack `answer`, or what the search answers."""
+        check_phrases(UNSEARCHED)
         self.request = request
         self.model = resolve_model(request.model)
         self.cluster = resolve_cluster(request.cluster)
@@ -156,7 +169,7 @@ class Attack:
         self.drafts = Drafts(
             self.model, self.cluster, self.job, allowed=frozenset(allowed), rng=self.rng
         )
-        self.drafts.chosen["loss"] += tuple(way for way in self._losses if way is not None)
+        self.drafts.chosen["loss"] += tuple(way for way in self.losses if way is not None)
         self.drafts.layer_s = self._layer_s
         self._layouts: set[Layout] = set()
         self._forget()
@@ -172,7 +185,7 @@ class Attack:
         )
         self.starts = [self.drafts.of(plan) for plan in self._own_plans() if plan.shares is None]
         optimum = self.answer.closed_form.plan
-        if optimum.shares is None:
+        if optimum.shares is None and optimum.other_pipelines is None:
             judged = self.judged(self.drafts.of(optimum))
             self.outcome.own_objective_s = judged.objective_s if judged else None
 
@@ -214,12 +227,14 @@ class Attack:
         groups = [stage.group or "" for stage in plan.stages]
         return self._costs.tables[groups[0]], self._costs.seats(layout, groups, None)
 
-    def judged(self, draft: Draft) -> Judged | None:
+    def judged(self, draft: AnyDraft) -> Judged | None:
         """Return a draft as a plan with its prediction; None if its document cannot be."""
-        if 2 * draft.layout.micro_batches * draft.layout.stages > MOST_ACTIONS:
+        if draft.actions > MOST_ACTIONS:
             return None
         try:
             plan = Plan.of(self.drafts.document(draft, name=self.request.cluster))
+            if isinstance(draft, UnlikeDraft):
+                return self._judged_unlike(draft, plan)
             placements = placements_of(plan, self.model)
         except DocumentError:
             return None
@@ -235,7 +250,37 @@ class Attack:
             plan=plan,
             prediction=prediction,
             objective_s=objective_s(plan.layout, seats, placements, self._largest_stage(plan)),
-            full=frozenset(full),
+            full=frozenset(homes(draft.layout)[stage] for stage in full),
+            outside=self.outside(draft),
+        )
+
+    def _judged_unlike(self, draft: UnlikeDraft, plan: Plan) -> Judged | None:
+        """Return a plan with pipelines that differ; None if a group's own are not executed.
+
+        The ranks that are fuller than others count as full where the plan does not fit.
+        """
+        if any(
+            refusal(self.model, self.cluster, self.job, kind.layout) is not None
+            for kind in plan.kinds
+        ):
+            return None
+        self._layouts.add(plan.layout)
+        prediction = unlike_prediction(plan, self._asked, self._costs)
+        shares = [
+            stage.peak_memory_bytes / stage.memory_capacity_bytes for stage in prediction.stages
+        ]
+        least = min(1.0, max(shares))
+        of_rank: list[float] = []
+        for entry in draft.entries:
+            each = [shares.pop(0) for _ in range(entry.depth * len(entry.kinds))]
+            of_rank += [max(each[at :: entry.depth]) for at in range(entry.depth)]
+        full = (rank for rank, share in enumerate(of_rank) if share >= least)
+        return Judged(
+            draft=draft,
+            plan=plan,
+            prediction=prediction,
+            objective_s=prediction.step_time_s,
+            full=frozenset(() if prediction.fits else full),
             outside=self.outside(draft),
         )
 
@@ -246,34 +291,27 @@ class Attack:
             return 1.0
         return min(1.0, -(-run.alike // layout.stages) * layout.pipeline / run.alike)
 
-    def outside(self, draft: Draft) -> str | None:
+    def outside(self, draft: AnyDraft) -> str | None:
         """Return why a draft is not in the space that the certificate speaks of, None if it is."""
-        layout = draft.layout
-        is_so = (
-            layout.devices != self.cluster.devices,
-            layout.loss not in self._losses,
-            layout.context > LARGEST_CONTEXT,
-            layout.virtual_stages > 1 and not self._even(draft),
-            False,  # all pipelines of a draft are alike
-            layout.expert > 1 and layout.order != INSIDE_OUT,
-            self._gathered(layout),
-            layout.scales != "tensorwise",
-            layout.dispatch != "alltoall",
-            layout.hierarchical_all_to_all != relay_of(self._asked, layout),
-            not self._runs_ahead_as_the_space(layout),
-        )
-        return next((what for what, so in zip(UNSEARCHED, is_so, strict=True) if so), None)
+        return next((phrase for phrase in UNSEARCHED if OUTSIDE[phrase](self, draft)), None)
 
-    def _runs_ahead_as_the_space(self, layout: Layout) -> bool:
-        """Whether the space has a layout's forwards ahead of links, if there are any."""
-        ahead = layout.executed_schedule.ahead
+    def runs_ahead_as_the_space(self, draft: AnyDraft) -> bool:
+        """Whether the space has a draft's forwards ahead of links, if there are any."""
+        layout = draft.layout
+        ahead = (
+            schedule_of(layout.schedule).ahead
+            if isinstance(draft, UnlikeDraft)
+            else layout.executed_schedule.ahead
+        )
         if not ahead:
             return True
+        if isinstance(draft, UnlikeDraft):
+            return False
         choices = ahead_choices(self._asked, layout, layout.micro_batches)
         return ahead in choices and may_run_ahead(self._asked, layout)
 
     @property
-    def _losses(self) -> tuple[ChunkedLoss | None, ...]:
+    def losses(self) -> tuple[ChunkedLoss | None, ...]:
         memory_bytes = min(group.accelerator.memory_bytes for group in self.cluster.groups)
         wide = self.model.architecture.vocab_size if self.model.architecture else 1
         rows = max(
@@ -284,7 +322,11 @@ class Attack:
         anew = ChunkedLoss(rows=rows, gradients="recomputed")
         return (None, anew) if self.job.lora else (None, ChunkedLoss(rows=rows), anew)
 
-    def _gathered(self, layout: Layout) -> bool:
+    def relays_otherwise(self, layout: Layout) -> bool:
+        """Whether tokens go over nodes in a way that no plan of the space has."""
+        return layout.hierarchical_all_to_all != relay_of(self._asked, layout)
+
+    def gathers_otherwise(self, layout: Layout) -> bool:
         """Whether ZeRO-3 gathers in a way that no plan of the space does."""
         if not layout.prefetch and layout.reshard_after_forward is None:
             return False
@@ -295,8 +337,10 @@ class Attack:
         )
         return not (layout.zero == 3 and alone and layout.prefetch <= 1 and kept)
 
-    def _even(self, draft: Draft) -> bool:
+    def is_even(self, draft: AnyDraft) -> bool:
         """Whether ranks of several stages share the run of like layers as the space has it."""
+        if isinstance(draft, UnlikeDraft) or draft.layout.virtual_stages == 1:
+            return True
         layout, run, home = draft.layout, self.drafts.run, homes(draft.layout)
         if run is None or draft.sizes[0] < run.before or draft.sizes[-1] < run.behind:
             return False
@@ -311,14 +355,14 @@ class Attack:
                 return False
         return True
 
-    def _laid_out(self, draft: Draft) -> bool:
+    def _laid_out(self, draft: AnyDraft) -> bool:
         """Whether ranks of several stages lay their layers out as the space does.
 
         The closed form knows no more than what a rank has; the simulator knows its stages.
         """
-        layout, run, home = draft.layout, self.drafts.run, homes(draft.layout)
-        if layout.virtual_stages == 1:
+        if isinstance(draft, UnlikeDraft) or draft.layout.virtual_stages == 1:
             return True
+        layout, run, home = draft.layout, self.drafts.run, homes(draft.layout)
         shares = shares_of(
             self.model.chain_kinds, layout.schedule, layout.pipeline, layout.virtual_stages
         )
@@ -372,7 +416,7 @@ class Attack:
         """Return the best of random plans up to number `end`; what does not fit is mended."""
         count = end - self.outcome.plans
         best: dict[Layout, Judged] = {}
-        promising: list[tuple[float, int, Draft]] = []
+        promising: list[tuple[float, int, AnyDraft]] = []
         tries = 0
         while self.outcome.plans < end and tries < 20 * count:
             tries += 1
@@ -408,8 +452,11 @@ class Attack:
             outcome.least_simulated_s, outcome.fastest = step_s, judged.text
         if judged.outside is None:
             outcome.inside += 1
-            outcome.least_objective_s = min(outcome.least_objective_s, judged.objective_s)
-            if judged.objective_s < answer.closed_form_bound_s * (1 - EQUAL):
+            is_unlike = isinstance(judged.draft, UnlikeDraft)
+            outcome.unlike += is_unlike
+            if not is_unlike:
+                outcome.least_objective_s = min(outcome.least_objective_s, judged.objective_s)
+            if not is_unlike and judged.objective_s < answer.closed_form_bound_s * (1 - EQUAL):
                 self._confirm(judged)
                 _enlist(outcome.closed_form_hits, judged, judged.objective_s)
             if step_s < answer.certificate.lower_bound_s * (1 - EQUAL) and self._laid_out(
@@ -428,24 +475,19 @@ class Attack:
         assert abs(again.step_time_s - judged.prediction.step_time_s) <= EQUAL * again.step_time_s
         assert again.fits
 
-    def mended(self, draft: Draft) -> Judged | None:
+    def mended(self, draft: AnyDraft) -> Judged | None:
         """Recompute in as few layers of each rank as make the draft fit; None if none do.
 
         First selectively, on ranks where that is not enough fully; the earlier layers of a stage.
         """
-        home = homes(draft.layout)
-        ranks = range(draft.layout.pipeline)
-        layers: dict[int, list[int]] = {rank: [] for rank in ranks}
-        at = 0
-        for stage, size in enumerate(draft.sizes):
-            layers[home[stage]] += range(at, at + size)
-            at += size
+        layers = draft.layers_of_ranks
+        ranks = range(len(layers))
         activations = draft.choices[0][1]
         kinds: dict[int, str] = dict.fromkeys(ranks, "selective")
         least = dict.fromkeys(ranks, 0)
         most = {rank: len(layers[rank]) for rank in ranks}
 
-        def chosen(counts: dict[int, int]) -> Draft:
+        def chosen(counts: dict[int, int]) -> AnyDraft:
             choices: list[Choice] = [("none", activations)] * len(draft.choices)
             for rank, count in counts.items():
                 for place in layers[rank][:count]:
@@ -459,7 +501,7 @@ class Attack:
             judged = self.tried(chosen(most))
             if judged is None:
                 return None
-            full = {home[stage] for stage in judged.full}
+            full = judged.full
             if not full:
                 break
             if kind == "full":
@@ -471,9 +513,8 @@ class Attack:
             found = self.tried(chosen(middle))
             if found is None:
                 break
-            full = {home[stage] for stage in found.full}
             for rank in ranks:
-                if rank in full:
+                if rank in found.full:
                     least[rank] = middle[rank] + 1
                 else:
                     most[rank] = middle[rank]
@@ -513,6 +554,46 @@ class Climber:
 
     def _figure(self, judged: Judged) -> float:
         return judged.objective_s if self.by == "closed form" else judged.prediction.step_time_s
+
+
+OUTSIDE: dict[str, Callable[[Attack, AnyDraft], bool]] = {
+    "idle devices": lambda attack, draft: draft.devices != attack.cluster.devices,
+    "loss chunks of other lengths": lambda attack, draft: draft.layout.loss not in attack.losses,
+    f"context degrees above {LARGEST_CONTEXT}": lambda _, draft: (
+        draft.layout.context > LARGEST_CONTEXT
+    ),
+    "uneven shares of like layers among a rank's stages": lambda attack, draft: (
+        not attack.is_even(draft)
+    ),
+    "pipelines that differ within a group of devices, or with divided states": lambda _, draft: (
+        isinstance(draft, UnlikeDraft) and not draft.is_by_group
+    ),
+    "other places of the expert axis": lambda _, draft: (
+        draft.layout.expert > 1 and draft.layout.order != INSIDE_OUT
+    ),
+    "ZeRO-3 that gathers more than one unit ahead, or in groups other than a node": (
+        lambda attack, draft: attack.gathers_otherwise(draft.layout)
+    ),
+    "fp8 with a scale for each row": lambda _, draft: draft.layout.scales != "tensorwise",
+    "expert dispatch by all-gather": lambda _, draft: draft.layout.dispatch != "alltoall",
+    "hierarchical dispatch in groups other than the fastest links": (
+        lambda attack, draft: attack.relays_otherwise(draft.layout)
+    ),
+    "other numbers of forwards ahead of links": lambda attack, draft: (
+        not attack.runs_ahead_as_the_space(draft)
+    ),
+}
+"""By the words of the certificate, whether a draft has what the search leaves out."""
+
+
+def check_phrases(unsearched: Sequence[str]) -> None:
+    """Refuse to attack a certificate whose words for what it leaves out have no test here."""
+    unlike = {*unsearched} ^ {*OUTSIDE}
+    if unlike:
+        raise LookupError(
+            f"'{min(unlike)}' is in only one of UNSEARCHED (proof_account.py) and OUTSIDE "
+            "(attack.py); each phrase needs a test of it"
+        )
 
 
 def objective_s(

@@ -29,6 +29,8 @@ class Outcome:
     plans: int = 0
     fit: int = 0
     inside: int = 0
+    unlike: int = 0
+    """Of those inside: with pipelines that differ."""
     layouts: int = 0
     least_objective_s: float = float("inf")
     least_simulated_s: float = float("inf")

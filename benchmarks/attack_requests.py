@@ -207,5 +207,48 @@ REQUESTS = {
             global_batch=64,
             allow="offload",
         ),
+        Target(
+            name="unlike-7b",
+            model="qwen2.5-7b",
+            cluster="8xa100-sxm-80gb+7xl40s",
+            seq_len=4096,
+            global_batch=60,
+        ),
+        Target(
+            name="unlike-3b",
+            model="llama-3.2-3b",
+            cluster="4xa100-sxm-40gb+2xrtx-4090",
+            seq_len=2048,
+            global_batch=48,
+        ),
+        Target(
+            name="unlike-lora",
+            model="llama-3.2-1b",
+            cluster="3xl40s+5xrtx-3090",
+            seq_len=2048,
+            global_batch=64,
+            lora=16,
+        ),
+        Target(
+            name="unlike-three",
+            model="llama-3.2-1b",
+            cluster="2xa100-sxm-40gb+3xrtx-4090+1xl40s",
+            seq_len=2048,
+            global_batch=30,
+        ),
+        Target(
+            name="unequal-ethernet",
+            model="llama-3.2-3b",
+            cluster="2x1xa100-sxm-40gb+4x1xrtx-4090,network=1.25GB/s",
+            seq_len=2048,
+            global_batch=48,
+        ),
+        Target(
+            name="8b-limited",
+            model="llama-3.1-8b",
+            cluster="8xh100-sxm-80gb,power_limit=0.7",
+            seq_len=4096,
+            global_batch=64,
+        ),
     )
 }
