@@ -1,7 +1,7 @@
 """An attack on answers: plans that the search did not make, held against its proof and its plan.
 
     python -m benchmarks.attack [REQUEST ...] [--plans N] [--seed S] [--usual] [--json]
-                                [--markdown]
+                                [--markdown] [--read FILE ...]
 
 Every request is planned.  Then random plans and neighbours of good ones (cuts, recomputation,
 schedules, micro-batches, degrees, ZeRO levels, orders of axes, experts, offload, compiled blocks,
@@ -12,7 +12,9 @@ documents and predicted.  A plan is a hit if it fits and
                   the least that the search found
     simulation    it lies in that space, laid out as the space has it, and its simulated step is
                   below the proven bound; or it is anywhere and more than TOLERANCE faster than the
-                  answer
+                  answer, or than what `plan` answers of all parts of the cluster
+    parts         it lies in that space but for idle devices, and its simulated step is below what
+                  is proven of all parts
 
 The last is a measure of quality, not of truth, of plans that the space does not have.  Answers are
 those of `plan --gap 0`, so that bounds are as high as they get; with --usual those of
@@ -37,10 +39,13 @@ What the certificate's space is, as it says itself (`certificate.model`, planner
     activations are kept, states are on the device and gradients travel as they are, unless the
     request allows otherwise; nothing is one step old
     each pipeline stage is on devices of one kind, and of a kind all devices are used
+    where devices differ, so may pipelines: those of a kind have the same stages, whole states and
+    micro-batches that differ by one at most, and run no forwards ahead
 
-Other plans are tried too, and count in simulation alone.  The objective of a plan is worked out
-here from the seconds of its layers, as meshwright.planner.search.goals has it; for the search's own
-optimum the two agree to 1e-9, or the attack says so.
+Other plans are tried too, and count in simulation alone, as do all whose pipelines differ.  The
+objective of a plan is worked out here from the seconds of its layers, as
+meshwright.planner.search.goals has it; for the search's own optimum the two agree to 1e-9, or the
+attack says so.
 """
 
 from __future__ import annotations
@@ -50,9 +55,11 @@ import json
 import random
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
+from pathlib import Path
 
 from benchmarks.attack_plans import (
     LARGEST_CONTEXT,
@@ -67,6 +74,7 @@ from benchmarks.attack_report import EQUAL, TOLERANCE, Outcome, lines, page
 from benchmarks.attack_requests import REQUESTS, Target
 from benchmarks.attack_unlike import UnlikeDraft
 from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
+from meshwright.planner.costs.cost_cache import FigureStore
 from meshwright.planner.costs.group_costs import GroupCosts
 from meshwright.planner.costs.layout_costs import CostTables
 from meshwright.planner.costs.memory.rank_memory import has_room
@@ -79,6 +87,7 @@ from meshwright.planner.costs.predict import (
     unlike_prediction,
 )
 from meshwright.planner.costs.stage_placement import StagePlacements, alike
+from meshwright.planner.documents.cluster import ClusterSpec
 from meshwright.planner.documents.plan import INSIDE_OUT, Layout, Plan
 from meshwright.planner.documents.prediction import Prediction
 from meshwright.planner.documents.profile import ChunkedLoss
@@ -90,6 +99,7 @@ from meshwright.planner.requests.request import Request
 from meshwright.planner.schedules import schedule_of
 from meshwright.planner.schedules.closed_form import pace
 from meshwright.planner.search.answer import Answer
+from meshwright.planner.search.cluster_parts import search_parts
 from meshwright.planner.search.partition.stage_counts import shares_of
 from meshwright.planner.search.proof_account import UNSEARCHED
 from meshwright.planner.search.proof_budget import FULL, USUAL, Effort
@@ -103,6 +113,8 @@ MOST_LAYOUTS = 1_500
 """Whose costs are kept at once."""
 CLIMBS = 12
 """Layouts that are climbed from at once, of random ones and of the answer's."""
+IDLE = "idle devices"
+"""The words of a certificate for plans on a part of the cluster."""
 BY = ("closed form", "simulated")
 """What climbers look at."""
 
@@ -120,6 +132,8 @@ class Judged:
     """Ranks of pipelines that have not room enough."""
     outside: str | None
     """Why it is not in the certificate's space."""
+    cluster: ClusterSpec
+    """What it was predicted on: the part of the cluster that it uses, if its devices are one."""
 
     @property
     def fits(self) -> bool:
@@ -154,8 +168,9 @@ class Attack:
         seed: int = 0,
         effort: Effort = USUAL,
         answer: Answer | None = None,
+        parts: bool = False,
     ) -> None:
-        """Attack `answer`, or what the search answers."""
+        """Attack `answer`, or what the search answers; with `parts` also what `plan` answers."""
         check_phrases(UNSEARCHED)
         self.request = request
         self.model = resolve_model(request.model)
@@ -164,7 +179,9 @@ class Attack:
         allowed = read_allowances([request.allow]) if request.allow else frozenset()
         asked = Request(self.model, self.cluster, self.job, Pins(allowed=allowed))
         self._asked = asked = replace(asked, called=request.cluster)
-        self.answer = answer or search(asked, effort=effort)
+        store = FigureStore()
+        self.answer = answer or search(asked, effort=effort, store=store)
+        self.printed = search_parts(asked, None, effort=effort, store=store) if parts else None
         self.rng = random.Random(f"{request.name} {seed}")
         self.drafts = Drafts(
             self.model, self.cluster, self.job, allowed=frozenset(allowed), rng=self.rng
@@ -183,7 +200,15 @@ class Attack:
             simulated_bound_s=self.answer.certificate.lower_bound_s,
             own_objective_s=None,
         )
-        self.starts = [self.drafts.of(plan) for plan in self._own_plans() if plan.shares is None]
+        if self.printed is not None:
+            self.outcome.part = self.printed.part.request.cluster_name
+            self.outcome.part_s = self.printed.answer.prediction.step_time_s
+            self.outcome.part_bound_s = self.printed.answer.certificate.lower_bound_s
+        self.starts = [
+            self.drafts.of(plan)
+            for plan in self._own_plans()
+            if plan.shares is None or plan.zero == 0
+        ]
         optimum = self.answer.closed_form.plan
         if optimum.shares is None and optimum.other_pipelines is None:
             judged = self.judged(self.drafts.of(optimum))
@@ -200,11 +225,15 @@ class Attack:
         if self.cluster.is_mixed:
             self._costs = GroupCosts(Request(self.model, self.cluster, self.job), activations)
             return
-        self._tables = CostTables(Request(self.model, self.cluster, self.job), activations)
+        self._tables: dict[str, CostTables] = {}
 
     def _layer_s(self, layout: Layout, choices: Sequence[Choice]) -> list[float]:
         """[layer] Seconds of a micro-batch, by which stages are balanced."""
-        tables = next(iter(self._costs.tables.values())) if self.cluster.is_mixed else self._tables
+        tables = (
+            next(iter(self._costs.tables.values()))
+            if self.cluster.is_mixed
+            else self._tables_on(self.cluster)
+        )
         costs = tables.costs_of(layout)
         return [
             next(
@@ -215,7 +244,27 @@ class Attack:
             for kind, choice in zip(self.model.chain_kinds, choices, strict=True)
         ]
 
-    def _seats(self, plan: Plan) -> tuple[CostTables, StagePlacements]:
+    def _tables_on(self, cluster: ClusterSpec) -> CostTables:
+        if cluster.name not in self._tables:
+            request = Request(self.model, cluster, self.job)
+            self._tables[cluster.name] = CostTables(request, self.drafts.activations)
+        return self._tables[cluster.name]
+
+    def _part_of(self, devices: int) -> ClusterSpec:
+        """Return the part of the fewest nodes with so many devices; all devices if there is none.
+
+        Of devices that differ all are returned.
+        """
+        if self.cluster.is_mixed or devices == self.cluster.devices:
+            return self.cluster
+        [group] = self.cluster.groups
+        for nodes in range(1, group.nodes + 1):
+            each, rest = divmod(devices, nodes)
+            if not rest and each <= group.devices_per_node:
+                return resolve_cluster(f"{self.request.cluster}:{nodes}x{each}")
+        return self.cluster
+
+    def _seats(self, plan: Plan, cluster: ClusterSpec) -> tuple[CostTables, StagePlacements]:
         """Return what `planner.costs.predict.place_stages` does, with costs that are kept."""
         layout = plan.layout
         self._layouts.add(layout)
@@ -223,7 +272,8 @@ class Attack:
         if len(self._priced) > MOST_LAYOUTS:
             self._forget()
         if plan.groups is None:
-            return self._tables, alike(self._tables, layout)
+            tables = self._tables_on(cluster)
+            return tables, alike(tables, layout)
         groups = [stage.group or "" for stage in plan.stages]
         return self._costs.tables[groups[0]], self._costs.seats(layout, groups, None)
 
@@ -238,7 +288,8 @@ class Attack:
             placements = placements_of(plan, self.model)
         except DocumentError:
             return None
-        tables, seats = self._seats(plan)
+        cluster = self._part_of(draft.devices)
+        tables, seats = self._seats(plan, cluster)
         prediction = placement_prediction(tables, plan.layout, placements, seats)
         full = (
             stage
@@ -252,6 +303,7 @@ class Attack:
             objective_s=objective_s(plan.layout, seats, placements, self._largest_stage(plan)),
             full=frozenset(homes(draft.layout)[stage] for stage in full),
             outside=self.outside(draft),
+            cluster=cluster,
         )
 
     def _judged_unlike(self, draft: UnlikeDraft, plan: Plan) -> Judged | None:
@@ -259,11 +311,12 @@ class Attack:
 
         The ranks that are fuller than others count as full where the plan does not fit.
         """
-        if any(
-            refusal(self.model, self.cluster, self.job, kind.layout) is not None
-            for kind in plan.kinds
-        ):
-            return None
+        for kind in plan.kinds:
+            names = {stage.group for stage in kind.stages}
+            devices = [group for group in self.cluster.groups if group.name in names]
+            alone = self.cluster.part(devices)
+            if len(names) == 1 and refusal(self.model, alone, self.job, kind.layout):
+                return None
         self._layouts.add(plan.layout)
         prediction = unlike_prediction(plan, self._asked, self._costs)
         shares = [
@@ -282,6 +335,7 @@ class Attack:
             objective_s=prediction.step_time_s,
             full=frozenset(() if prediction.fits else full),
             outside=self.outside(draft),
+            cluster=self.cluster,
         )
 
     def _largest_stage(self, plan: Plan) -> float:
@@ -464,14 +518,42 @@ class Attack:
             ):
                 self._confirm(judged)
                 _enlist(outcome.bound_hits, judged, step_s)
-        if step_s < answer.prediction.step_time_s * (1 - TOLERANCE):
+        printed_s = outcome.part_s or answer.prediction.step_time_s
+        if step_s < min(printed_s, answer.prediction.step_time_s) * (1 - TOLERANCE):
             self._confirm(judged)
             _enlist(outcome.simulation_hits, judged, step_s)
+        if step_s < (outcome.part_bound_s or 0.0) * (1 - EQUAL) and self._is_of_proven_part(judged):
+            self._confirm(judged)
+            _enlist(outcome.part_hits, judged, step_s)
         return judged
+
+    def _is_of_proven_part(self, judged: Judged) -> bool:
+        """Whether the proof of all parts speaks of a plan, idle devices aside.
+
+        It speaks of each group alone and of sets of whole groups; of devices that are alike, of
+        every part.
+        """
+        assert self.printed is not None
+        draft, whole = judged.draft, self.cluster
+        others = [phrase for phrase in UNSEARCHED if phrase != IDLE]
+        if any(OUTSIDE[phrase](self, draft) for phrase in others) or not self._laid_out(draft):
+            return False
+        if draft.devices == whole.devices:
+            return True
+        if not whole.is_mixed:
+            unproven = self.printed.answer.certificate.unproven_parts
+            return not unproven and judged.cluster.devices == draft.devices
+        used = Counter(
+            stage.group
+            for kind in judged.plan.kinds
+            for stage in kind.stages
+            for _ in range(kind.mesh.devices // kind.mesh.pipeline)
+        )
+        return all(used[group.name] in (0, group.devices) for group in whole.groups)
 
     def _confirm(self, judged: Judged) -> None:
         """Read the plan's text again, and predict it without anything that is kept."""
-        again = predict(Plan.parse(judged.plan.dump()), self.model, self.cluster)
+        again = predict(Plan.parse(judged.plan.dump()), self.model, judged.cluster)
         assert abs(again.step_time_s - judged.prediction.step_time_s) <= EQUAL * again.step_time_s
         assert again.fits
 
@@ -557,7 +639,7 @@ class Climber:
 
 
 OUTSIDE: dict[str, Callable[[Attack, AnyDraft], bool]] = {
-    "idle devices": lambda attack, draft: draft.devices != attack.cluster.devices,
+    IDLE: lambda attack, draft: draft.devices != attack.cluster.devices,
     "loss chunks of other lengths": lambda attack, draft: draft.layout.loss not in attack.losses,
     f"context degrees above {LARGEST_CONTEXT}": lambda _, draft: (
         draft.layout.context > LARGEST_CONTEXT
@@ -660,15 +742,22 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--usual", action="store_true", help="proofs as far as plan follows them")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument(
+        "--read", nargs="+", metavar="FILE", help="outcomes that --json wrote, in place of a run"
+    )
     parser.add_argument("--markdown", action="store_true")
     arguments = parser.parse_args()
     for name in arguments.requests:
         if name not in REQUESTS:
             parser.error(f"no request '{name}'; there are {', '.join(REQUESTS)}")
-    outcomes = []
-    for name in arguments.requests or REQUESTS:
+    outcomes = [
+        Outcome(**values)
+        for path in arguments.read or ()
+        for values in json.loads(Path(path).read_text(encoding="utf-8"))
+    ]
+    for name in () if arguments.read else arguments.requests or REQUESTS:
         effort = USUAL if arguments.usual else FULL
-        attack = Attack(REQUESTS[name], seed=arguments.seed, effort=effort)
+        attack = Attack(REQUESTS[name], seed=arguments.seed, effort=effort, parts=True)
         outcomes.append(attack.run(arguments.plans, _bar(name)))
         if not arguments.json and not arguments.markdown:
             print("\n".join(lines(outcomes[-1])), flush=True)

@@ -208,7 +208,7 @@ class Drafts:
 
     def of(self, plan: Plan) -> AnyDraft:
         """Return the draft that a plan stands for."""
-        if plan.other_pipelines is not None:
+        if plan.other_pipelines is not None or plan.shares is not None:
             return self.unlike.of(plan)
         layout = plan.layout
         of_rank = dict(zip(homes(layout), plan.stages, strict=True))

@@ -217,9 +217,9 @@ REQUESTS = {
         Target(
             name="unlike-3b",
             model="llama-3.2-3b",
-            cluster="4xa100-sxm-40gb+2xrtx-4090",
+            cluster="4xa100-sxm-80gb+3xl40s",
             seq_len=2048,
-            global_batch=48,
+            global_batch=56,
         ),
         Target(
             name="unlike-lora",

@@ -122,7 +122,9 @@ class UnlikeDrafts:
         }
 
     def of(self, plan: Plan) -> UnlikeDraft:
-        """Return the draft that a plan with pipelines that differ stands for."""
+        """Return the draft of a plan whose pipelines differ, or whose whole states have shares."""
+        if plan.shares is not None:
+            return self._of_shares(plan)
         entries: list[Pipelines] = []
         choices: list[Choice] = []
         known: dict[object, int] = {}
@@ -147,6 +149,25 @@ class UnlikeDrafts:
             )
         plain = replace(plan.layout, pipeline=1, data_replicate=1, micro_batches=1)
         return UnlikeDraft(layout=plain, entries=tuple(entries), choices=tuple(choices))
+
+    def _of_shares(self, plan: Plan) -> UnlikeDraft:
+        """Return data-parallel ranks with shares of their own as pipelines of one stage."""
+        counts: dict[str, list[int]] = {}
+        for share in plan.shares or ():
+            counts.setdefault(share.group, []).append(share.micro_batches)
+        [stage] = plan.stages
+        entries = tuple(
+            Pipelines(
+                number=len(each),
+                groups=(group,),
+                micro_batches=sum(each),
+                sizes=(len(stage.layers),),
+            )
+            for group, each in counts.items()
+        )
+        choices = tuple((one.recompute, one.activations) for one in stage.layers) * len(entries)
+        plain = replace(plan.layout, data_replicate=1, micro_batches=1)
+        return UnlikeDraft(layout=plain, entries=entries, choices=choices)
 
     # Random drafts.
 
