@@ -1,7 +1,7 @@
 """An attack on answers: plans that the search did not make, held against its proof and its plan.
 
-    python -m benchmarks.attack [REQUEST ...] [--plans N] [--seed S] [--usual] [--json]
-                                [--markdown] [--read FILE ...]
+    python -m benchmarks.attack [REQUEST ...] [--plans N] [--seed S] [--usual] [--parts]
+                                [--json] [--markdown] [--read FILE ...]
 
 Every request is planned.  Then random plans and neighbours of good ones (cuts, recomputation,
 schedules, micro-batches, degrees, ZeRO levels, orders of axes, experts, offload, compiled blocks,
@@ -12,9 +12,9 @@ documents and predicted.  A plan is a hit if it fits and
                   the least that the search found
     simulation    it lies in that space, laid out as the space has it, and its simulated step is
                   below the proven bound; or it is anywhere and more than TOLERANCE faster than the
-                  answer, or than what `plan` answers of all parts of the cluster
-    parts         it lies in that space but for idle devices, and its simulated step is below what
-                  is proven of all parts
+                  answer or, with --parts, than what `plan` answers of all parts of the cluster
+    parts         with --parts: it lies in that space but for idle devices, and its simulated step
+                  is below what is proven of all parts
 
 The last is a measure of quality, not of truth, of plans that the space does not have.  Answers are
 those of `plan --gap 0`, so that bounds are as high as they get; with --usual those of
@@ -741,6 +741,9 @@ def main() -> int:
     parser.add_argument("--plans", type=int, default=2000, help="of each request")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--usual", action="store_true", help="proofs as far as plan follows them")
+    parser.add_argument(
+        "--parts", action="store_true", help="hold plans against the answer of all parts too"
+    )
     parser.add_argument("--json", action="store_true")
     parser.add_argument(
         "--read", nargs="+", metavar="FILE", help="outcomes that --json wrote, in place of a run"
@@ -757,14 +760,18 @@ def main() -> int:
     ]
     for name in () if arguments.read else arguments.requests or REQUESTS:
         effort = USUAL if arguments.usual else FULL
-        attack = Attack(REQUESTS[name], seed=arguments.seed, effort=effort, parts=True)
+        attack = Attack(REQUESTS[name], seed=arguments.seed, effort=effort, parts=arguments.parts)
         outcomes.append(attack.run(arguments.plans, _bar(name)))
         if not arguments.json and not arguments.markdown:
             print("\n".join(lines(outcomes[-1])), flush=True)
     if arguments.json:
         print(json.dumps([asdict(outcome) for outcome in outcomes], indent=2))
     if arguments.markdown:
-        options = ["--usual"] * arguments.usual + ["--seed", str(arguments.seed), "--markdown"]
+        options = (
+            ["--usual"] * arguments.usual
+            + ["--parts"] * arguments.parts
+            + ["--seed", str(arguments.seed), "--markdown"]
+        )
         asked = ["python -m benchmarks.attack", *arguments.requests]
         asked += ["--plans", str(arguments.plans), *options]
         print("\n".join(page(outcomes, " ".join(asked))))
