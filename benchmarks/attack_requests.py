@@ -250,5 +250,12 @@ REQUESTS = {
             seq_len=4096,
             global_batch=64,
         ),
+        Target(
+            name="1b-l40s",
+            model="llama-3.2-1b",
+            cluster="4xl40s",
+            seq_len=4096,
+            global_batch=32,
+        ),
     )
 }
