@@ -22,7 +22,7 @@ from meshwright.planner.documents.framework import base_of
 from meshwright.planner.documents.framework_space import Facts, condition_of
 from meshwright.planner.documents.plan import INSIDE_OUT, Layout, Plan, loss_text
 from meshwright.planner.documents.profile import ChunkedLoss
-from meshwright.planner.documents.units import seconds_text
+from meshwright.planner.documents.units import percent_text, seconds_text
 from meshwright.planner.errors import DocumentError, NoPlanFits
 from meshwright.planner.frameworks.executable import rules_of
 from meshwright.planner.schedules import PLAIN
@@ -206,10 +206,11 @@ def faster_by_chunks(request: Request, plan: Plan, prediction: Prediction) -> It
         except DocumentError:  # a profile may lack it
             return
         if found.fits:
-            if found.step_time_s < (1 - NOTABLE) * prediction.step_time_s:
+            gain = 1 - found.step_time_s / prediction.step_time_s
+            if gain > NOTABLE:
                 yield (
-                    f"{seconds_text(found.step_time_s)} with --fix loss={loss_text(loss)}: longer "
-                    "chunks of the loss than the search has"
+                    f"the same plan takes {percent_text(gain)} less with --fix "
+                    f"loss={loss_text(loss)}: longer chunks of the loss than the search has"
                 )
             return
         rows //= 2
