@@ -658,8 +658,8 @@ OUTSIDE: dict[str, Callable[[Attack, AnyDraft], bool]] = {
     "uneven shares of like layers among a rank's stages": lambda attack, draft: (
         not attack.is_even(draft)
     ),
-    "pipelines that differ within a group of devices, or with divided states": lambda _, draft: (
-        isinstance(draft, UnlikeDraft) and not draft.is_by_group
+    "pipelines that differ within a group of devices, over several, or with divided states": (
+        lambda _, draft: isinstance(draft, UnlikeDraft) and not draft.is_by_group
     ),
     "other places of the expert axis": lambda _, draft: (
         draft.layout.expert > 1 and draft.layout.order != INSIDE_OUT
