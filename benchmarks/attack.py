@@ -769,6 +769,7 @@ def main() -> int:
         for path in arguments.read or ()
         for values in json.loads(Path(path).read_text(encoding="utf-8"))
     ]
+    outcomes.sort(key=lambda outcome: [*REQUESTS].index(outcome.request))
     for name in () if arguments.read else arguments.requests or REQUESTS:
         effort = USUAL if arguments.usual else FULL
         attack = Attack(REQUESTS[name], seed=arguments.seed, effort=effort, parts=arguments.parts)
