@@ -170,4 +170,6 @@ def _table(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def _against(seconds: float, reference_s: float) -> str:
+    if seconds == float("inf"):
+        return "none"
     return f"{seconds:.6g} s ({100 * (seconds / reference_s - 1):+.2f} %)"
