@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import accumulate, groupby, pairwise
 from typing import Any, NamedTuple, get_args
 
+from benchmarks.attack_unlike import Choice, UnlikeDraft, UnlikeDrafts
 from meshwright.planner.costs.predict import balanced_cuts
 from meshwright.planner.documents.cluster import ClusterSpec
 from meshwright.planner.documents.model import ModelGraph
@@ -51,8 +52,8 @@ LOSSES = tuple(
 )
 """In chunks, as a space has them or not."""
 DRAINED = tuple(schedule for schedule in SCHEDULES.values() if not schedule.stale)
-Choice = tuple[str, str]
-"""What a layer recomputes, and what becomes of its activations."""
+UNLIKE_SHARE = 0.4
+"""Of random drafts where devices differ: those with pipelines that differ."""
 
 
 class Run(NamedTuple):
@@ -74,6 +75,28 @@ class Draft:
     """[layer]"""
     groups: tuple[str, ...] = ()
     """[rank] Whose devices it uses, where devices differ."""
+
+    @property
+    def devices(self) -> int:
+        """Ranks of the whole job."""
+        return self.layout.devices
+
+    @property
+    def actions(self) -> int:
+        """Forwards and backwards that are simulated of one step."""
+        return 2 * self.layout.micro_batches * self.layout.stages
+
+    @property
+    def layers_of_ranks(self) -> list[list[int]]:
+        """[rank] Places of its layers among `choices`."""
+        layers: list[list[int]] = [[] for _ in range(self.layout.pipeline)]
+        ends = pairwise(accumulate(self.sizes, initial=0))
+        for rank, (first, end) in zip(homes(self.layout), ends, strict=True):
+            layers[rank] += range(first, end)
+        return layers
+
+
+AnyDraft = Draft | UnlikeDraft
 
 
 class Drafts:
@@ -108,6 +131,15 @@ class Drafts:
             [1.0] * len(choices)
         )
         """Seconds of each layer, to balance stages by; the attack has them."""
+        self.divisors_of_batch = divisors(job.global_batch)
+        self.single_stage_schedules = tuple(
+            schedule.name
+            for schedule in DRAINED
+            if schedule.takes(1) and not schedule.several_stages
+        )
+        self.may_differ = cluster.is_mixed and not model.edges
+        """Whether pipelines differ from one group of devices to another."""
+        self.unlike = UnlikeDrafts(self)
 
     def _chosen(self) -> dict[str, tuple[Any, ...]]:
         group = self.cluster.groups[0]
@@ -130,23 +162,15 @@ class Drafts:
             found["hierarchical_all_to_all"] = (None, *divisors(a.experts.count)[1:])
         return found
 
-    def document(self, draft: Draft, *, name: str) -> dict[str, Any]:
+    def document(self, draft: AnyDraft, *, name: str) -> dict[str, Any]:
         """Return a draft as the contents of a plan.yaml."""
-        layout, chain = draft.layout, self.model.chain
-        home = homes(layout)
-        stages = []
-        for s, (first, end) in enumerate(pairwise(accumulate(draft.sizes, initial=0))):
-            layers = [
-                {
-                    "layer": chain[at][0],
-                    "recompute": draft.choices[at][0],
-                    "activations": draft.choices[at][1],
-                }
-                for at in range(first, end)
-            ]
-            group = {"group": draft.groups[home[s]]} if draft.groups else {}
-            stages.append({"layers": layers, **group})
-        lora = self.job.lora
+        written, lora = _written(draft.layout), self.job.lora
+        if isinstance(draft, UnlikeDraft):
+            unlike = self.unlike.stages_written(draft)
+            written |= {**unlike, "mesh": {**written["mesh"], **unlike["mesh"]}}
+        else:
+            groups_of_stages = [draft.groups[rank] for rank in homes(draft.layout) if draft.groups]
+            written["stages"] = self.stages_written(draft.sizes, draft.choices, groups_of_stages)
         groups = [{"name": one.name, "devices": one.devices} for one in self.cluster.groups]
         return {
             "model": {
@@ -158,15 +182,34 @@ class Drafts:
             "seq_len": self.job.seq_len,
             "global_batch": self.job.global_batch,
             "precision": self.job.precision,
-            **_written(layout),
-            "stages": stages,
+            **written,
             **({"document_len": self.job.document_len} if self.job.document_len else {}),
             **({"training": {"lora": lora.model_dump(mode="json")}} if lora else {}),
-            **({"groups": groups} if draft.groups else {}),
+            **({"groups": groups} if self.cluster.is_mixed else {}),
         }
 
-    def of(self, plan: Plan) -> Draft:
+    def stages_written(
+        self, sizes: Sequence[int], choices: Sequence[Choice], groups: Sequence[str]
+    ) -> list[dict[str, Any]]:
+        """Return stages as a plan.yaml has them; `groups` [stage] are empty where all are alike."""
+        chain = self.model.chain
+        stages: list[dict[str, Any]] = []
+        for s, (first, end) in enumerate(pairwise(accumulate(sizes, initial=0))):
+            layers = [
+                {
+                    "layer": chain[at][0],
+                    "recompute": choices[at][0],
+                    "activations": choices[at][1],
+                }
+                for at in range(first, end)
+            ]
+            stages.append({"layers": layers, **({"group": groups[s]} if groups else {})})
+        return stages
+
+    def of(self, plan: Plan) -> AnyDraft:
         """Return the draft that a plan stands for."""
+        if plan.other_pipelines is not None or plan.shares is not None:
+            return self.unlike.of(plan)
         layout = plan.layout
         of_rank = dict(zip(homes(layout), plan.stages, strict=True))
         return Draft(
@@ -182,12 +225,17 @@ class Drafts:
 
     # Random drafts.
 
-    def some(self) -> Draft | None:
+    def some(self) -> AnyDraft | None:
         """Return a random draft; None if what was drawn cannot be."""
+        if self.may_differ and self.rng.random() < UNLIKE_SHARE:
+            return self.unlike.some()
+        return self._alike()
+
+    def _alike(self) -> Draft | None:
         rng, devices = self.rng, self._devices()
-        tensor = self._divisor(devices, most=self._most_tensor())
-        context = self._divisor(devices // tensor, most=LARGEST_CONTEXT, like_one=0.7)
-        pipeline = self._divisor(devices // tensor // context, most=len(self.model.chain))
+        tensor = self.divisor(devices, most=self._most_tensor())
+        context = self.divisor(devices // tensor, most=LARGEST_CONTEXT, like_one=0.7)
+        pipeline = self.divisor(devices // tensor // context, most=len(self.model.chain))
         data = devices // tensor // context // pipeline
         zero = rng.randrange(4) if data > 1 else 0
         shard = rng.choice([d for d in divisors(data) if d > 1]) if zero else 1
@@ -197,7 +245,7 @@ class Drafts:
             return None
         share = self.job.global_batch // data
         size = rng.choice(divisors(share))
-        schedule, virtual = self._timetable(pipeline) if pipeline > 1 else (PLAIN, 1)
+        schedule, virtual = self.timetable(pipeline) if pipeline > 1 else (PLAIN, 1)
         layout = Layout(
             tensor=tensor,
             context=context,
@@ -213,7 +261,7 @@ class Drafts:
             order=self._order(),
             offload=rng.choice(self.offloads),
             gradient_compression=rng.choice(self.wires),
-            **self._drawn(gathers=zero == 3 and pipeline == 1),
+            **self.drawn(gathers=zero == 3 and pipeline == 1),
         )
         kind: Choice = (rng.choice(("none", "selective", "full")), rng.choice(self.activations))
         return self.laid(layout, (kind,) * len(self.model.chain))
@@ -221,11 +269,11 @@ class Drafts:
     def _devices(self) -> int:
         """Return how many devices a random layout uses: all, or some of those that are alike."""
         devices = self.cluster.devices
-        if self.cluster.is_mixed or self.rng.random() < 0.8:
+        if self.rng.random() < 0.8:
             return devices
         return self.rng.randint(1, devices)
 
-    def _drawn(self, *, gathers: bool) -> dict[str, Any]:
+    def drawn(self, *, gathers: bool) -> dict[str, Any]:
         """Return what a random layout says of how it trains, most of it plain."""
         rng = self.rng
         found: dict[str, Any] = {
@@ -277,18 +325,18 @@ class Drafts:
     def _groups(self, layout: Layout) -> tuple[str, ...] | None:
         if not self.cluster.is_mixed:
             return ()
-        if layout.pipeline == 1:
-            return None  # ranks with shares of their own, which no draft has
         each = layout.devices // layout.pipeline
         names = [one.name for one in self.cluster.groups for _ in range(one.devices // each)]
-        if len(names) != layout.pipeline:
+        if len(names) < layout.pipeline:
             return None
         self.rng.shuffle(names)
+        del names[layout.pipeline :]
         if self.rng.random() < 0.6:
             names.sort(reverse=self.rng.random() < 0.5)
         return tuple(names)
 
-    def _divisor(self, number: int, *, most: int, like_one: float = 0.3) -> int:
+    def divisor(self, number: int, *, most: int, like_one: float = 0.3) -> int:
+        """Return a random divisor, 1 more often than others."""
         few = [d for d in divisors(number) if d <= most]
         return 1 if self.rng.random() < like_one else self.rng.choice(few)
 
@@ -307,7 +355,8 @@ class Drafts:
             return INSIDE_OUT
         return tuple(self.rng.sample(INSIDE_OUT, len(INSIDE_OUT)))
 
-    def _timetable(self, ranks: int) -> tuple[str, int]:
+    def timetable(self, ranks: int) -> tuple[str, int]:
+        """Return a random schedule with a number of stages on each rank."""
         schedule = self.rng.choice(DRAINED)
         name = schedule.name
         if schedule.with_ahead and self.rng.random() < 0.6:
@@ -366,11 +415,14 @@ class Drafts:
 
     # Neighbours.
 
-    def sweep(self, draft: Draft) -> Iterator[Draft]:
+    def sweep(self, draft: AnyDraft) -> Iterator[AnyDraft]:
         """Yield a draft's layout under every schedule, sharding and twice or half the micro-batch.
 
         Nothing is recomputed.
         """
+        if isinstance(draft, UnlikeDraft):
+            yield from self.unlike.sweep(draft)
+            return
         layout = draft.layout
         kind: Choice = ("none", draft.choices[0][1])
         data, size, count = layout.data, layout.micro_batch, layout.micro_batches
@@ -394,8 +446,10 @@ class Drafts:
             if found is not None:
                 yield found
 
-    def neighbour(self, draft: Draft) -> Draft | None:
+    def neighbour(self, draft: AnyDraft) -> AnyDraft | None:
         """Return a draft that differs in one thing; None if it cannot be."""
+        if isinstance(draft, UnlikeDraft):
+            return self.unlike.neighbour(draft)
         moves = [
             (6, self._shift),
             (3, self._treat),
@@ -405,7 +459,7 @@ class Drafts:
             (1, self._reshard),
             (0 if self.cluster.is_mixed else 1, self._reorder),
             (2, self._choose),
-            (0 if self.cluster.is_mixed else 1, self._leave_idle),
+            (1, self._leave_idle),
         ]
         if self.model.architecture is not None and self.model.architecture.experts is not None:
             moves.append((1, self._move_experts))
@@ -463,7 +517,7 @@ class Drafts:
     def _retime(self, draft: Draft) -> Draft | None:
         if draft.layout.pipeline == 1:
             return None
-        schedule, virtual = self._timetable(draft.layout.pipeline)
+        schedule, virtual = self.timetable(draft.layout.pipeline)
         return self._changed(draft, schedule=schedule, virtual_stages=virtual)
 
     def _resize(self, draft: Draft) -> Draft | None:
@@ -574,9 +628,13 @@ def _written(layout: Layout) -> dict[str, Any]:
 
 
 def every_ahead(ranks: int) -> list[tuple[int, ...]]:
-    """Forwards ahead of all links, of the middle one, and of any one."""
-    alike = [(number,) * (ranks - 1) for number in (1, 2, 3, 5)]
-    single = [tuple(int(at == link) for at in range(ranks - 1)) for link in range(ranks - 1)]
+    """Forwards ahead of all links, and of any one."""
+    alike = [(number,) * (ranks - 1) for number in (1, 2, 3, 5, 8)]
+    single = [
+        tuple(number * (at == link) for at in range(ranks - 1))
+        for number in (1, 3)
+        for link in range(ranks - 1)
+    ]
     return alike + single
 
 

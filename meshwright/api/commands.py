@@ -86,6 +86,7 @@ from meshwright.planner.search.partition.layout_partition import plan_of_placeme
 from meshwright.planner.search.plan_preference import (
     Prefer,
     alternative_row,
+    faster_by_chunks,
     faster_by_options,
     faster_elsewhere,
     framework_choices,
@@ -272,6 +273,7 @@ def answer_to(
         *running_costs(prefer, searched.part.request, answer.plan, answer.prediction),
         *without_effect(request.pins, answer.plan.layout, request.cluster),
         *not_worth_eight_bits(searched.part.request, answer.plan, prediction),
+        *faster_by_chunks(searched.part.request, answer.plan, prediction),
         *faster_by_options(searched.part.request, answer.plan, prediction),
         *faster_elsewhere(searched.part.request, answer.plan, prediction),
     )

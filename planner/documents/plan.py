@@ -669,7 +669,7 @@ class Plan(Document):
                     f"{name}: is {value}, and pipelines differ (other_pipelines); use {usual}, or "
                     "pipelines that are alike"
                 )
-        if SCHEDULES[self.schedule].stale:
+        if schedule_of(self.schedule).stale:
             raise ValueError(
                 f"schedule: is {self.schedule}, whose updates are late, and pipelines differ "
                 "(other_pipelines); use 1f1b, or pipelines that are alike"

@@ -20,8 +20,9 @@ from meshwright.planner.documents.axes import LAYOUT_AXES
 from meshwright.planner.documents.cluster import EIGHT_BITS
 from meshwright.planner.documents.framework import base_of
 from meshwright.planner.documents.framework_space import Facts, condition_of
-from meshwright.planner.documents.plan import INSIDE_OUT, Layout, Plan
-from meshwright.planner.documents.units import seconds_text
+from meshwright.planner.documents.plan import INSIDE_OUT, Layout, Plan, loss_text
+from meshwright.planner.documents.profile import ChunkedLoss
+from meshwright.planner.documents.units import percent_text, seconds_text
 from meshwright.planner.errors import DocumentError, NoPlanFits
 from meshwright.planner.frameworks.executable import rules_of
 from meshwright.planner.schedules import PLAIN
@@ -30,7 +31,7 @@ from meshwright.planner.search.partition.stage_counts import run_of
 from meshwright.planner.search.plan_candidate import Ranked, proven
 from meshwright.planner.search.proof_budget import Effort
 from meshwright.planner.search.search import search
-from meshwright.planner.search.space import kind
+from meshwright.planner.search.space import MOST_CHUNK_ROWS, kind, losses
 
 if TYPE_CHECKING:
     from meshwright.planner.documents.prediction import Prediction
@@ -183,6 +184,36 @@ def faster_by_options(request: Request, plan: Plan, prediction: Prediction) -> I
     step_s, name, needs = min(seconds)
     if step_s < (1 - NEAR) * prediction.step_time_s:
         yield f"{seconds_text(step_s)} with --framework {name}, which needs {needs}"
+
+
+def faster_by_chunks(request: Request, plan: Plan, prediction: Prediction) -> Iterator[str]:
+    """Yield a note of the same plan with longer chunks of the loss, where that is much faster.
+
+    The search has one length, in proportion to the smallest device's memory (`chunk_rows`); a stage
+    of a larger device, or one of few layers, may have room for more.
+    """
+    ways = losses(request, plan.schedule)
+    searched = max((way.rows for way in ways if way is not None), default=MOST_CHUNK_ROWS)
+    if request.pins.loss is not None:
+        return
+    gradients = ways[-1].gradients if request.job.lora and ways[-1] else "precomputed"
+    rows = MOST_CHUNK_ROWS
+    while rows > searched:
+        loss = ChunkedLoss(rows=rows, gradients=gradients)
+        other = plan.model_copy(update={"loss": loss})
+        try:
+            found = predict(other, request.model, request.cluster, request.profile)
+        except DocumentError:  # a profile may lack it
+            return
+        if found.fits:
+            gain = 1 - found.step_time_s / prediction.step_time_s
+            if gain > NOTABLE:
+                yield (
+                    f"the same plan takes {percent_text(gain)} less with --fix "
+                    f"loss={loss_text(loss)}: longer chunks of the loss than the search has"
+                )
+            return
+        rows //= 2
 
 
 MUCH_FASTER = 2.0

@@ -62,7 +62,7 @@ UNSEARCHED = (
     "loss chunks of other lengths",
     f"context degrees above {LARGEST_CONTEXT}",
     "uneven shares of like layers among a rank's stages",
-    "pipelines that differ within a group of devices, or with divided states",
+    "pipelines that differ within a group of devices, over several, or with divided states",
     "other places of the expert axis",
     "ZeRO-3 that gathers more than one unit ahead, or in groups other than a node",
     "fp8 with a scale for each row",

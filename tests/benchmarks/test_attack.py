@@ -8,23 +8,35 @@ from typing import Any
 
 import pytest
 
-from benchmarks.attack import Attack
+from benchmarks.attack import Attack, check_phrases
 from benchmarks.attack_plans import Draft
-from benchmarks.attack_requests import REQUESTS
+from benchmarks.attack_requests import REQUESTS, Target
+from benchmarks.attack_unlike import Pipelines, UnlikeDraft
 from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
 from meshwright.planner.costs.layout_costs import CostTables
-from meshwright.planner.documents.plan import Layout, ScheduleName
+from meshwright.planner.costs.predict import predict
+from meshwright.planner.documents.plan import Layout, Plan, ScheduleName
 from meshwright.planner.documents.profile import ChunkedLoss
 from meshwright.planner.requests.pins import Pins
 from meshwright.planner.requests.request import Request
 from meshwright.planner.search.partition.layout_partition import instance_of
-from meshwright.planner.search.proof_account import LEFT_OUT
+from meshwright.planner.search.proof_account import LEFT_OUT, UNSEARCHED
 from meshwright.planner.search.proof_budget import FULL
 from meshwright.planner.search.search import search
 from meshwright.planner.solver.partition_problem import evaluate_split
 
 PLANS = 200
-LONG = ("unequal", "unequal-l40s", "8b-3090", "neox-a100", "gemma2-4090")
+LONG = (
+    "unequal",
+    "unequal-l40s",
+    "8b-3090",
+    "neox-a100",
+    "gemma2-4090",
+    "unlike-7b",
+    "unlike-3b",
+    "unlike-three",
+    "unequal-ethernet",
+)
 """Requests whose answer takes 3 to 20 CPU seconds."""
 
 
@@ -95,6 +107,130 @@ def test_a_proof_says_what_an_attack_finds_outside_of_its_space(
 
     assert found is None if reason is None else (found or "").startswith(reason)
     assert found is None or found in LEFT_OUT
+
+
+def test_a_phrase_of_the_certificate_without_a_test_of_it_is_refused() -> None:
+    check_phrases(UNSEARCHED)
+    with pytest.raises(LookupError, match="'blue devices' is in only one of"):
+        check_phrases((*UNSEARCHED, "blue devices"))
+    with pytest.raises(LookupError, match=f"'{UNSEARCHED[3]}' is in only one of"):
+        check_phrases((*UNSEARCHED[:3], *UNSEARCHED[4:]))
+
+
+def unlike_draft(*entries: tuple[int, str, int], **changes: Any) -> UnlikeDraft:
+    """Return pipelines of llama-3.2-1b by number, groups and micro-batches of all of them."""
+    pipelines = []
+    for number, groups, micro_batches in entries:
+        depth = len(groups.split())
+        sizes = (18 - 6 * (depth - 1), *[6] * (depth - 1))
+        pipelines.append(
+            Pipelines(
+                number=number,
+                groups=tuple(groups.split()),
+                micro_batches=micro_batches,
+                sizes=sizes,
+            )
+        )
+    return UnlikeDraft(
+        layout=Layout(micro_batch=2, compile="block", **changes),
+        entries=tuple(pipelines),
+        choices=(("none", "keep"),) * (18 * len(pipelines)),
+    )
+
+
+L40S, OTHERS = (3, "l40s", 17), (5, "rtx-3090", 15)
+
+
+@pytest.mark.parametrize(
+    ("draft", "reason"),
+    [
+        (unlike_draft(L40S, OTHERS), None),
+        (unlike_draft((1, "l40s l40s l40s", 17), OTHERS), None),
+        (unlike_draft((2, "rtx-3090 rtx-3090", 15), (3, "l40s", 17)), "idle devices"),
+        (
+            unlike_draft((2, "rtx-3090 rtx-3090", 12), (3, "l40s", 17), (1, "rtx-3090", 3)),
+            "pipelines that differ within a group",
+        ),
+        (
+            unlike_draft((1, "l40s rtx-3090", 8), (2, "l40s", 12), (4, "rtx-3090", 12)),
+            "pipelines that differ within a group",
+        ),
+        (
+            unlike_draft((1, "l40s l40s l40s", 17), OTHERS, schedule="1f1b ahead=1-0"),
+            "other numbers of forwards ahead",
+        ),
+        (unlike_draft(L40S, OTHERS, loss=ChunkedLoss(rows=64)), "loss chunks of other lengths"),
+    ],
+)
+def test_pipelines_that_differ_lie_in_the_space_or_are_outside(
+    draft: UnlikeDraft, reason: str | None
+) -> None:
+    attack = attack_on("unlike-lora")
+
+    judged = attack.judged(draft)
+
+    assert judged is not None
+    assert (judged.outside or "").startswith(reason or "")
+    assert (judged.outside is None) == (reason is None)
+    plan = Plan.parse(judged.plan.dump())
+    again = predict(plan, attack.model, attack.cluster)
+    assert again.step_time_s == pytest.approx(judged.prediction.step_time_s, rel=1e-12)
+    assert attack.judged(attack.drafts.of(plan)) == judged
+
+
+def test_an_attack_draws_pipelines_that_differ() -> None:
+    """By depth, by cuts, by recomputation and by micro-batches; in the space and outside."""
+    attack = attack_on("unlike-lora")
+    attack.rng.seed(7)
+
+    drawn = [draft for _ in range(120) if (draft := attack.drafts.unlike.some()) is not None]
+    judged = [one for draft in drawn if (one := attack.judged(draft)) is not None]
+    inside = [one for one in judged if one.outside is None and one.fits]
+    moved = [
+        draft for _ in range(60) if (draft := attack.drafts.neighbour(inside[0].draft)) is not None
+    ]
+
+    assert len({kind.mesh.pipeline for one in inside for kind in one.plan.kinds}) > 1
+    assert {one.outside for one in judged} >= {None, "idle devices"}
+    assert any("pipelines that differ" in (one.outside or "") for one in judged)
+    assert all(isinstance(draft, UnlikeDraft) for draft in moved)
+    for name in ("entries", "choices", "layout"):
+        assert any(getattr(draft, name) != getattr(inside[0].draft, name) for draft in moved)
+
+
+def test_an_attack_sees_that_a_bound_of_pipelines_that_differ_is_too_high() -> None:
+    answer = attack_on("unlike-lora").answer
+    too_high = answer.certificate.model_copy(
+        update={"lower_bound_s": 1.3 * answer.certificate.objective_s}
+    )
+    attack = Attack(REQUESTS["unlike-lora"], answer=replace(answer, certificate=too_high))
+
+    judged = attack.tried(unlike_draft(L40S, OTHERS))
+
+    assert judged is not None and judged.fits
+    [hit] = attack.outcome.bound_hits
+    assert hit["seconds"] == judged.prediction.step_time_s
+
+
+def test_an_attack_holds_plans_on_parts_against_what_is_proven_of_parts() -> None:
+    """One device is the fastest of three whose links are slow."""
+    target = Target(
+        name="parts", model="demo-4m", cluster="3x1xh100-sxm-80gb", seq_len=1024, global_batch=8
+    )
+    attack = Attack(target, parts=True)
+    assert attack.printed is not None
+    devices = attack.printed.part.request.cluster.devices
+    draft = attack.drafts.of(attack.printed.answer.plan)
+
+    judged = attack.tried(draft)
+
+    assert devices == 1
+    assert judged is not None and judged.outside == "idle devices"
+    assert judged.prediction.step_time_s == pytest.approx(attack.outcome.part_s)
+    assert attack.outcome.part_hits == []
+    attack.outcome.part_bound_s = 1.01 * judged.prediction.step_time_s
+    attack.tried(draft)
+    assert len(attack.outcome.part_hits) == 1
 
 
 CLOSED = ("pcie-l40s", "deep-3b")

@@ -3,8 +3,8 @@
 A pipeline waits for a transfer that takes long beside a stage's passes, unless the ranks before it
 run more forwards ahead (`meshwright.planner.schedules.pipeline_schedules.with_ahead`), which takes
 activations of one micro-batch more on each of them.  With c seconds of a transfer and t seconds of
-both passes on a rank, a_l = 2 c / t forwards hide it.  One, and as many as that is by the rate of
-the link and `ACHIEVED` of the devices' peak, are looked at for
+both passes on a rank, a_l = 2 c / t forwards hide it.  One, as many as that is by the rate of the
+link and `ACHIEVED` of the devices' peak, and twice as many are looked at for
 
 alike devices   all links of a pipeline that leaves a node, or the fastest tier: all are priced as
                 the slowest (`meshwright.planner.costs.stage_placement.alike`)
@@ -36,7 +36,8 @@ MOST_GROUPS = 3
 MOST_FORWARDS = 8
 """Largest number of forwards ahead of one link."""
 FILLING = 3
-"""Forwards ahead of each link by which the first ranks fill most of their wait for a backward."""
+"""Forwards ahead of each link by which the first ranks fill most of their wait for a backward; in a
+deep pipeline twice as many fill the rest, where they have room."""
 ACHIEVED = 0.6
 """Share of their peak that devices reach in a stage's passes, at most about."""
 LEAST_GAIN = 0.005
@@ -66,7 +67,8 @@ def ahead_choices(
 
 
 def numbers_ahead(request: Request, degrees: Degrees | Layout) -> list[int]:
-    """Return how many forwards ahead of a slow link are looked at: one, and enough to hide it.
+    """Return how many forwards ahead of a slow link are looked at: one, enough to hide it, and
+    twice as many.
 
     A sample takes t = FLOPs / (P-th part of the devices' peaks, `ACHIEVED` of them), and its
     activation of one stream c.  A step gains 2 c / t (P - 1) / P of itself at most.
@@ -92,7 +94,8 @@ def numbers_ahead(request: Request, degrees: Degrees | Layout) -> list[int]:
     waits = 2 * sent_bytes / min(tier.bytes_per_s for tier in cluster.tiers) / passes_s
     if waits * (degrees.pipeline - 1) / degrees.pipeline < LEAST_GAIN:
         return []
-    return sorted({1, min(MOST_FORWARDS, max(FILLING, math.ceil(waits)))})
+    hiding = max(FILLING, math.ceil(waits))
+    return sorted({1, *(min(MOST_FORWARDS, number) for number in (hiding, 2 * hiding))})
 
 
 def slow_links(cluster: ClusterSpec, degrees: Degrees | Layout) -> list[Links]:

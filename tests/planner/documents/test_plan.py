@@ -235,6 +235,14 @@ def test_each_kind_of_pipelines_is_a_plan_as_if_it_were_alone() -> None:
     )
 
 
+def test_pipelines_that_differ_may_run_forwards_ahead() -> None:
+    wanted = unlike(schedule="1f1b ahead=1")
+
+    assert [kind.schedule for kind in wanted.kinds] == ["1f1b ahead=1", "1f1b"]
+    with pytest.raises(DocumentError, match=r"other_pipelines\[0\]\.schedule"):
+        unlike(schedule="1f1b ahead=1", other_pipelines=[THREE_STAGES], global_batch=2 * 12)
+
+
 def test_stages_of_all_kinds_take_the_next_devices_of_their_group() -> None:
     groups = [{"name": "large", "devices": 4}, {"name": "small", "devices": 3}]
 

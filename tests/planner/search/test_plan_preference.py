@@ -15,6 +15,7 @@ from meshwright.planner.costs.predict import predict
 from meshwright.planner.costs.uncertainty import LAYOUT_ERROR
 from meshwright.planner.documents.cluster import Precision
 from meshwright.planner.documents.plan import Compile, Job, Layout
+from meshwright.planner.documents.profile import ChunkedLoss
 from meshwright.planner.documents.units import seconds_text
 from meshwright.planner.errors import NoneFaster, NoPlanFits
 from meshwright.planner.report.text import why_text
@@ -25,6 +26,7 @@ from meshwright.planner.search.plan_preference import (
     AXES,
     NEAR,
     alternative_row,
+    faster_by_chunks,
     faster_elsewhere,
     features,
     framework_choices,
@@ -307,3 +309,26 @@ def test_options_that_a_framework_has_are_not_named_again() -> None:
 
     assert any("deepep" in words for words in names[0])
     assert all(len(set(words)) == len(words) for every in names for words in every)
+
+
+def test_a_note_names_longer_chunks_of_the_loss_that_are_faster() -> None:
+    """The card with 24 GB decides the length; the head is on one with 40 GB and a few layers."""
+    pins = Pins(pipeline=3, data=1, tensor=1, micro_batch=3, schedule="1f1b", ahead=())
+    request = Request(
+        resolve_model("llama-3.2-1b"),
+        resolve_cluster("2xa100-sxm-40gb+1xrtx-4090"),
+        Job(seq_len=2048, global_batch=30),
+        pins,
+    )
+    found = search(request)
+
+    [note] = faster_by_chunks(request, found.plan, found.prediction)
+
+    longer = replace(request, pins=replace(pins, loss=ChunkedLoss(rows=8192)))
+    pinned = search(longer)
+    gain = 1 - pinned.prediction.step_time_s / found.prediction.step_time_s
+    noted = float(note.removeprefix("the same plan takes ").split(" %")[0]) / 100
+    assert 0.005 < noted <= gain + 0.001
+    assert "--fix loss=chunked/8192" in note
+    assert [*faster_by_chunks(longer, found.plan, found.prediction)] == []
+    assert [*faster_by_chunks(request, pinned.plan, pinned.prediction)] == []

@@ -125,7 +125,7 @@ def test_the_answer_is_the_fastest_of_all_cuts_and_forwards_ahead() -> None:
 
     names = [name for name, _ in asked.model.chain]
     choices = ahead_choices(asked, found.plan.layout, 24)
-    assert len(choices) == 3
+    assert len(choices) == 4
     every = {}
     for ahead, cuts in itertools.product(choices, itertools.combinations(range(1, len(names)), 2)):
         ends = (0, *cuts, len(names))
@@ -145,6 +145,28 @@ def test_the_answer_is_the_fastest_of_all_cuts_and_forwards_ahead() -> None:
     plain_s = min(step_s for (numbers, _), step_s in every.items() if not numbers)
     assert least_s < 0.97 * plain_s
     assert found.certificate.lower_bound_s <= least_s * (1 + 1e-9)
+
+
+def test_no_equal_numbers_of_forwards_ahead_are_faster_than_the_answer() -> None:
+    """A deep pipeline fills its first ranks' wait with more forwards than hide a transfer.
+
+    Four to six of them were faster by 1.2 to 1.3 % than the answer, whose space had one and three.
+    """
+    pins = Pins(
+        tensor=1, context=1, pipeline=8, zero=0, micro_batch=1, schedule="1f1b", compile="block"
+    )
+    asked = Request(
+        resolve_model("llama-3.2-3b"),
+        resolve_cluster("8x1xrtx-4090,network=1.25GB/s"),
+        Job(seq_len=4096, global_batch=96),
+        pins,
+    )
+
+    step_s = search(asked).prediction.step_time_s
+
+    for number in (2, 4, 5, 6, 7, 8):
+        pinned = search(replace(asked, pins=replace(pins, ahead=(number,) * 7)))
+        assert step_s <= pinned.prediction.step_time_s * 1.002, number
 
 
 @pytest.mark.parametrize("cluster", [SLOW, "2x2xa10g,network=0.2GB/s", "2x2xh100-sxm-80gb"])
