@@ -67,8 +67,8 @@ def page(
     drawn = _drawn(plan, timelines)
     for of_kind, timeline, first in drawn:
         figures.append((f"Pipeline timeline{of_kind}", timeline_picture(timeline)))
-        own = ranks[first : first + len(timeline.orders)]
-        figures.append((f"Memory over a step{of_kind}", resident_chart(timeline, own)))
+        of_kind_ranks = ranks[first : first + len(timeline.orders)]
+        figures.append((f"Memory over a step{of_kind}", resident_chart(timeline, of_kind_ranks)))
     template = resources.files("meshwright.planner.report").joinpath("plan.html").read_text("utf-8")
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True

@@ -482,15 +482,15 @@ def families(
             ):
                 if overlap != "none" and blocks == "none" and request.pins.compile is None:
                     continue
-                here, ahead = _by_links(alike, choices, slow.get(place))
-                if not here:
+                tables, ahead = _by_links(alike, choices, slow.get(place))
+                if not tables:
                     continue
                 yield LayoutFamily(
                     degrees=degrees,
                     micro_batch=size,
                     micro_batches=count,
                     sharings=choices,
-                    timetables=here,
+                    timetables=tables,
                     savings=saved,
                     place=place,
                     ahead=ahead,

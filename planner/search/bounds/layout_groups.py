@@ -541,11 +541,11 @@ class FamilyBounds(Configurations):
             for sharings, rooms_s in levels:
                 without = []
                 for room_s, timetable in zip(rooms_s.tolist(), family.timetables, strict=True):
-                    own = family.sharings_of(timetable, sharings)
-                    if room_s < math.inf and own:
-                        part = family.part(sharings=own, timetables=(timetable,))
+                    divided = family.sharings_of(timetable, sharings)
+                    if room_s < math.inf and divided:
+                        part = family.part(sharings=divided, timetables=(timetable,))
                         parts.append((part, room_s))
-                    elif own:
+                    elif divided:
                         without.append(timetable)
                 if without:
                     part = family.part(sharings=sharings, timetables=tuple(without))
