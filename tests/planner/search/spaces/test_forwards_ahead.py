@@ -115,9 +115,19 @@ def test_the_answer_is_the_fastest_of_all_cuts_and_forwards_ahead() -> None:
     assert found.certificate.lower_bound_s <= least_s * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("cluster", [SLOW, "2x2xa10g,network=0.2GB/s", "2x2xh100-sxm-80gb"])
-def test_no_answer_is_slower_than_without_them(cluster: str) -> None:
-    free, without = (search(request(cluster, pins=pins)) for pins in (Pins(), Pins(ahead=())))
+@pytest.mark.parametrize(
+    ("cluster", "pins"),
+    [
+        (SLOW, Pins(tensor=1, context=1, recompute="none", compile="none", loss="full")),
+        ("2x2xh100-sxm-80gb", Pins()),
+        pytest.param(SLOW, Pins(), marks=pytest.mark.matrix),
+        pytest.param("2x2xa10g,network=0.2GB/s", Pins(), marks=pytest.mark.matrix),
+    ],
+)
+def test_no_answer_is_slower_than_without_them(cluster: str, pins: Pins) -> None:
+    free, without = (
+        search(request(cluster, pins=asked)) for asked in (pins, replace(pins, ahead=()))
+    )
 
     assert free.prediction.step_time_s <= without.prediction.step_time_s * (1 + 1e-9)
     assert not schedule_of(without.plan.schedule).ahead

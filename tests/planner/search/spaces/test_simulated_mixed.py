@@ -220,7 +220,7 @@ def test_a_bound_of_layouts_of_any_loss_is_none_above_that_of_each(
     first: ChunkedLoss | None,
 ) -> None:
     """Whichever loss is bounded first, and where memory is short of all logits."""
-    request = Request(llama(4), resolve_cluster(TWO), JOB, Pins())
+    request = Request(llama(3), resolve_cluster(TWO), JOB, Pins())
     own = MixedSpace(GroupCandidates(request))
     layout = Layout(pipeline=2, data_shard=2, zero=1, micro_batch=3, micro_batches=2, loss=first)
     plan = own.candidate_of(SplitSolution(1.0, 1.0, layout, next(every_split(own, layout))))
