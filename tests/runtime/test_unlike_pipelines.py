@@ -250,7 +250,7 @@ def random_cuts(rng: random.Random, layers: int, row: Row) -> tuple[int, ...]:
 
 def mixed_errors(mixed: Mixed) -> str | None:
     """Return how far it trains from one process, where that is more than its bound."""
-    plan, row, steps = mixed.plan(), mixed.row, 3
+    plan, row, steps = mixed.plan(), mixed.row, 2
     wanted = alone(
         (row.model, row.precision, row.scales, row.document_len, plan.global_batch), steps
     )
