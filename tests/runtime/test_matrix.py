@@ -2,7 +2,7 @@
 
 A cover of all pairs on 2 and 4 ranks, each axis as divided or not, is run by `make matrix`, which
 runs one of all pairs with every mesh of 2, 4 and 8 ranks, and compiled ones, and writes
-docs/results/equality.md.  `make test` trains a few rows: looking for a cover takes longer than them.
+docs/results/equality.md.  `make test` trains few rows: finding a cover takes longer than they do.
 """
 
 from __future__ import annotations
