@@ -229,6 +229,7 @@ CUTOFFS: dict[str, tuple[Callable[[int], Problem], float, range]] = {
 }
 
 
+@pytest.mark.spread(60)
 @pytest.mark.parametrize("seed", range(40))
 @pytest.mark.parametrize("kind", CUTOFFS)
 def test_only_what_is_below_a_cutoff_is_of_interest(kind: str, seed: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import replace
 
@@ -32,6 +33,12 @@ PIPED = Pins(
 
 def request(cluster: str, *, model: str = "gpt2", pins: Pins | None = None) -> Request:
     return Request(resolve_model(model), resolve_cluster(cluster), JOB, pins=pins or Pins())
+
+
+@functools.cache
+def plain_plan() -> Plan:
+    """Return the plan of a pipeline over slow links without forwards ahead."""
+    return search(request(SLOW, pins=replace(PIPED, ahead=()))).plan
 
 
 def piped(**degrees: int) -> Layout:
@@ -135,8 +142,7 @@ def test_no_answer_is_slower_than_without_them(cluster: str, pins: Pins) -> None
 
 
 def test_the_same_stages_hold_a_micro_batch_more_for_each_forward_ahead() -> None:
-    asked = request(SLOW, pins=replace(PIPED, ahead=()))
-    plain = search(asked).plan
+    asked, plain = request(SLOW), plain_plan()
 
     peaks = [
         [
@@ -192,7 +198,7 @@ def test_other_frameworks_refuse_them_by_name() -> None:
     ],
 )
 def test_a_document_names_links_that_there_are(schedule: str, why: str) -> None:
-    plan = search(request(SLOW, pins=replace(PIPED, ahead=()))).plan
+    plan = plain_plan()
 
     text = plan.dump().replace("schedule: 1f1b\n", f"schedule: {schedule}\n")
 

@@ -564,6 +564,7 @@ JOB_OF_MANY = Job(seq_len=2048, global_batch=24, precision="fp16")
 UNLIKE = ("h100-sxm-80gb", "a100-sxm-80gb", "l40s", "v100-sxm-32gb")
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("seed", range(8))
 def test_a_split_takes_in_the_closed_form_what_its_plan_takes(seed: int) -> None:
     """Whatever the links between its ranks, the way back of a loop included."""

@@ -147,6 +147,7 @@ def alike(layout: Layout) -> tuple[object, ...]:
     return *degrees, layout.micro_batch, layout.schedule, layout.virtual_stages
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize(("cluster", "layers", "layout"), SHARED, ids=lambda one: str(one)[:40])
 def test_no_layout_of_a_timetable_simulates_faster_than_all_together(
     cluster: str, layers: int, layout: Layout

@@ -146,6 +146,7 @@ def test_no_unlike_pipelines_are_faster_than_those_of_the_answer(cluster: str, s
     assert answer.prediction.step_time_s == pytest.approx(least_s, rel=1e-6)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_an_answer_is_no_slower_than_that_of_pipelines_that_are_alike(seed: int) -> None:
     cluster = CLUSTERS[seed % len(CLUSTERS)]
