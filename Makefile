@@ -4,8 +4,9 @@ BIN := .venv/bin
 PYTHONS ?= python3.11 python3.12 python3.13 python3.14
 OLDEST := .venv-oldest
 export PYTHONSAFEPATH := 1
-# What is imported is compiled once and kept, for the hundreds of ranks that tests start; what never
-# is (most of what the packages have) is not compiled at all, which halves the installation.
+# What is imported is compiled once and kept, for the hundreds of ranks that tests start, and most of
+# it by the installation; what never is (most of what the packages have) is not compiled at all, which
+# halves the installation.
 export PYTHONDONTWRITEBYTECODE :=
 QUIETLY := -q --no-compile --disable-pip-version-check
 
@@ -18,9 +19,11 @@ help:  ## print these commands
 demo: .venv/installed  ## profile this machine, plan, train a small model on real text, compare with the prediction
 	$(BIN)/python -m meshwright.cli.demo
 
+# Sources are compiled by one process: both workers would do it otherwise.
 # Assertions are not rewritten, which takes a quarter of collection in a clean clone; what fails runs
 # again with them, and shows its values.
 test: .venv/installed  ## run the tests (no GPU needed)
+	$(BIN)/python -m compileall -q meshwright planner runtime profiler tests benchmarks examples
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --assert=plain \
 		|| { $(BIN)/python -m pytest -q --last-failed --last-failed-no-failures none; exit 1; }
 
@@ -77,6 +80,7 @@ clean:  ## delete what these commands made
 	$(BIN)/python -m pip install $(QUIETLY) -c constraints.txt pip
 	$(BIN)/python -m pip install $(QUIETLY) -c constraints.txt \
 		--build-constraint constraints.txt -e '.[torch]' --group test --group tools
+	$(BIN)/python -c "import torch._dynamo, torch.distributed.checkpoint, transformers.modeling_utils"
 	touch $@
 
 .venv/docs-installed: .venv/installed

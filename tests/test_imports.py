@@ -138,12 +138,20 @@ def test_directions_of_imports_are_those_of_the_contracts(tmp_path: Path) -> Non
     assert lint_imports(cache_dir=str(tmp_path)) == 0
 
 
+LIBRARIES_UNTYPED = [
+    *("transformers.*", "huggingface_hub.*", "PIL.*", "torch._inductor.*", "torch._dynamo.*"),
+    *("torch._functorch.*", "torch._higher_order_ops.*", "torch._export.*", "torch.export.*"),
+    *("torch._numpy.*", "torch.ao.*", "torch.onnx.*", "torch.package.*"),
+]
+"""What mypy does not follow: inner parts of libraries, which take half of a first run."""
+
+
 def test_types_are_checked_in_every_package() -> None:
     mypy = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]
 
     assert mypy["strict"] and mypy["packages"] == ["meshwright"]
     skipped = [table["module"] for table in mypy["overrides"] if "follow_imports" in table]
-    assert skipped == [["transformers.*"]]
+    assert skipped == [LIBRARIES_UNTYPED]
     assert (ROOT / ".ci" / "run").read_text().splitlines()[-1] == "make check"
 
 

@@ -10,7 +10,7 @@ from tests.parts import some_and_others
 IMPORTED = [entry for entry in inputs() if entry.command is None]
 
 
-@pytest.mark.parametrize("entries", some_and_others(IMPORTED, IMPORTED[::7]))
+@pytest.mark.parametrize("entries", some_and_others(IMPORTED, IMPORTED[::14]))
 def test_inputs_give_what_they_should(entries: list[Input]) -> None:
     wrong = {entry.source: reading(entry).differences for entry in entries}
 

@@ -260,6 +260,7 @@ def every_layout_plan(raw: dict[str, Any]) -> list[dict[str, Any]]:
     return plans
 
 
+@pytest.mark.spread(6)
 @pytest.mark.parametrize("seed", range(12))
 def test_sailor_no_listed_layout_undercuts_the_bound(seed: int) -> None:
     raw = iteration_problem(seed)
@@ -331,6 +332,7 @@ def every_mixed_plan(raw: dict[str, Any]) -> list[dict[str, Any]]:
     return plans
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("seed", range(8))
 def test_sailor_no_listed_plan_of_two_gpu_types_undercuts_the_bound(seed: int) -> None:
     raw = mixed_problem(seed)

@@ -124,9 +124,9 @@ def by_export(answered: Prediction, plan: Plan, file: Path) -> str:
 
 
 def test_answers_return_their_figures(tmp_path: Path) -> None:
-    ends = [check_answer(seed, tmp_path) for seed in (2, 3, 4, 6, 7)]
+    ends = [check_answer(seed, tmp_path) for seed in (3, 4, 6)]
 
-    assert ends.count("same") == 3 and ends.count("native") == 2
+    assert ends == ["same", "native", "same"]
 
 
 @pytest.mark.parametrize("seed", [125, 81006, 81020, 93105])

@@ -358,13 +358,13 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.spread(8)
+@pytest.mark.spread(6)
 @pytest.mark.parametrize(("first", "second", "after_s"), PAIRS)
 def test_two_faults(tmp_path: Path, plan: Path, first: str, second: str, after_s: float) -> None:
     check_pair(tmp_path, plan, first, second, after_s)
 
 
-@pytest.mark.spread(12)
+@pytest.mark.spread(8)
 @pytest.mark.parametrize(("first", "second", "after_s"), LATER_PAIRS)
 def test_two_faults_of_which_one_says_why(
     tmp_path: Path, plan: Path, first: str, second: str, after_s: float

@@ -68,16 +68,16 @@ def test_a_profile_of_this_machine_serves_the_planner_and_is_kept(
 ) -> None:
     model = tiny()
     with forked(monkeypatch):
-        first = profiles.profile(model, "local:2", JOB, budget_s=0.5, quiet=True)
+        first = profiles.profile(model, "local:2", JOB, budget_s=0.1, quiet=True)
 
     kept = [file.name for file in cache.rglob("profile*.json")]
     monkeypatch.setattr(profiles, "result_of", lambda *_, **__: pytest.fail("ranks start"))
-    second = profiles.profile(model, "local:2", JOB, budget_s=0.5, quiet=True)
+    second = profiles.profile(model, "local:2", JOB, budget_s=0.1, quiet=True)
     assert kept == ["profile.json"]
     assert (first.cached, second.cached) == (False, True)
     assert (second.profile, second.cluster) == (first.profile, first.cluster)
     with pytest.raises(pytest.fail.Exception, match="ranks start"):
-        profiles.profile(model, "local:2", JOB, budget_s=0.6, quiet=True)
+        profiles.profile(model, "local:2", JOB, budget_s=0.2, quiet=True)
 
     found = first.profile
 

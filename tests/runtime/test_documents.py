@@ -132,7 +132,7 @@ def check(family: str, found: tuple[float, float, float]) -> None:
     assert found[2] == pytest.approx(loss, rel=1e-6), family
 
 
-@pytest.mark.spread(4)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_documents_of_a_row_do_not_see_each_other(family: str) -> None:
     check(family, step(plan_of(family, None), graph_of(family), published(family)))

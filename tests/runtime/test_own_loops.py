@@ -13,7 +13,7 @@ from torch.nn import functional
 from meshwright.runtime.engine.engine import Engine
 from tests.runtime.ranks import on_ranks
 
-WIDTH, SAMPLES, STEPS = 16, 8, 4
+WIDTH, SAMPLES = 16, 8
 LAYOUTS: dict[str, dict[str, Any]] = {
     "replicas": {"data_replicate": 2},
     "zero 1": {"zero": 1},
@@ -60,6 +60,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 Named = Mapping[str, Tensor]
+Change = Callable[[Named, Named], None]
 
 
 def clipped_each(gradients: Named, _: Named) -> None:
@@ -93,7 +94,7 @@ def normalised(gradients: Named, parameters: Named) -> None:
         grad.mul_(0.01 * size / norm)
 
 
-CHANGES: list[Callable[[Named, Named], None]] = [
+CHANGES: list[Change] = [
     clipped_each,
     clipped_by_numbers,
     centred,
@@ -102,11 +103,11 @@ CHANGES: list[Callable[[Named, Named], None]] = [
 ]
 
 
-def plainly(change: Callable[[Named, Named], None]) -> dict[str, Tensor]:
+def plainly(changes: list[Change]) -> list[dict[str, Tensor]]:
     torch.manual_seed(0)
-    module = Net()
+    module, found = Net(), []
     optimizer = sgd(module.parameters())
-    for step in range(STEPS):
+    for step, change in enumerate(changes):
         total, count = loss(module(batch_of(step)[0]), batch_of(step))
         (total / count).backward()
         parameters = dict(module.named_parameters())
@@ -115,25 +116,23 @@ def plainly(change: Callable[[Named, Named], None]) -> dict[str, Tensor]:
             change(grads, parameters)
         optimizer.step()
         optimizer.zero_grad()
-    return module.state_dict()
+        found.append({name: value.clone() for name, value in module.state_dict().items()})
+    return found
 
 
 WITH_NUMBERS = [clipped_by_numbers, normalised]
 """Changes that ask every rank for numbers of the whole; the others change tensor by tensor."""
 
 
-def planned(
-    layout: dict[str, Any], changes: list[Callable[[Named, Named], None]]
-) -> list[dict[str, Tensor]]:
-    found = []
-    for change in changes:
-        engine = Engine(Net, layout, loss=loss, optimizer=sgd, batch=batch_of(0))
-        for step in range(STEPS):
-            engine.forward_backward(engine.slice(batch_of(step)))
-            with torch.no_grad():
-                change(engine.gradients(), engine.weights())
-            engine.optimizer_step()
-        found.append(engine.state_dict())
+def planned(layout: dict[str, Any], changes: list[Change]) -> list[dict[str, Tensor]]:
+    """Return the weights after each step; of each change there is one."""
+    engine, found = Engine(Net, layout, loss=loss, optimizer=sgd, batch=batch_of(0)), []
+    for step, change in enumerate(changes):
+        engine.forward_backward(engine.slice(batch_of(step)))
+        with torch.no_grad():
+            change(engine.gradients(), engine.weights())
+        engine.optimizer_step()
+        found.append({name: value.clone() for name, value in engine.state_dict().items()})
     return found
 
 
@@ -150,10 +149,12 @@ def test_gradients_that_a_loop_changes_by_numbers_are_those_of_a_plain_loop(name
     check(LAYOUTS[name], WITH_NUMBERS)
 
 
-def check(layout: dict[str, Any], changes: list[Callable[[Named, Named], None]]) -> None:
+def check(layout: dict[str, Any], changes: list[Change]) -> None:
+    expected = plainly(changes)
     for found in on_ranks(2, planned, layout, changes):
-        for change, mine in zip(changes, found, strict=True):
-            theirs = plainly(change)
+        for change, mine, theirs in zip(changes, found, expected, strict=True):
             assert list(mine) == list(theirs)
             for name, value in theirs.items():
-                torch.testing.assert_close(mine[name], value, rtol=0, atol=1e-6)
+                torch.testing.assert_close(
+                    mine[name], value, rtol=0, atol=1e-6, msg=f"{change.__name__}: {name}"
+                )

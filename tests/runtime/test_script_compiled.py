@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -59,6 +60,7 @@ def compiled_under(names: list[str]) -> dict[str, Compiled]:
 @pytest.mark.parametrize("names", some_and_others(COMPILED, ["zero 3, full"]))
 def test_units_that_repeat_are_one_graph_and_train_as_a_plain_loop(names: list[str]) -> None:
     expected = script.plainly(four_blocks)
+    importlib.import_module("torch._inductor.lowering")  # once, not in each rank that is forked
 
     for found in on_ranks(2, compiled_under, names):
         for name, (run, graphs, eager) in found.items():

@@ -26,7 +26,11 @@ from meshwright.planner.requests.request import Request
 from meshwright.planner.search.answer import Answer
 
 MODEL = "gpt2"
-ASKED: dict[str, Any] = {"seq_len": 512, "global_batch": 16}
+ASKED: dict[str, Any] = {
+    "seq_len": 512,
+    "global_batch": 16,
+    "fix": ["tp=1", "recompute=none", "compile=none", "loss=full"],
+}
 CLUSTERS = ("2xh100-sxm-80gb", "2xl4", "1xh100-sxm-80gb+1xl4")
 
 
@@ -48,6 +52,7 @@ def planned(cluster: str) -> Answer:
     return meshwright.search(MODEL, cluster, prefer="energy", **ASKED)
 
 
+@pytest.mark.long("2xl4")
 @pytest.mark.parametrize("cluster", CLUSTERS)
 def test_no_limit_by_hand_takes_less_energy(cluster: str) -> None:
     """Each limit is named behind the cluster, so that the search has no other."""

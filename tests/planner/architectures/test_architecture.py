@@ -304,7 +304,7 @@ def our_counts(config: dict[str, Any]) -> dict[str, int]:
     }
 
 
-@pytest.mark.spread(10)
+@pytest.mark.spread(6)
 @needs_transformers
 @pytest.mark.parametrize("name", sorted(models()))
 def test_each_layer_of_a_catalogue_model_counts_as_transformers_builds_it(name: str) -> None:
@@ -535,7 +535,7 @@ def test_a_wrong_figure_is_named_by_its_own_key(
     assert caught.value.path == path
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     kind=st.sampled_from(SUPPORTED),
     change=st.dictionaries(

@@ -26,6 +26,7 @@ from meshwright.planner.requests.request import Request, pinned_layout
 
 
 @pytest.mark.ranks
+@pytest.mark.long("qwen3", "gpt2", "mixtral")
 @pytest.mark.parametrize("family", ["reference", "llama", "qwen3", "gpt2", "mixtral", "qwen3_moe"])
 def test_adapters_have_the_parameters_that_the_runtime_makes(family: str) -> None:
     torch = pytest.importorskip("torch")

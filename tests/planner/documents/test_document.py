@@ -275,9 +275,10 @@ ANY_DOCUMENT = st.one_of([made(cls) for cls in DOCUMENTS])
 
 
 @pytest.mark.spread(1)
+@pytest.mark.parametrize("examples", [8, MANY.max_examples])
 @pytest.mark.parametrize("cls", DOCUMENTS)
-def test_a_document_written_reads_back_the_same(cls: type[Document]) -> None:
-    @MANY
+def test_a_document_written_reads_back_the_same(cls: type[Document], examples: int) -> None:
+    @settings(MANY, max_examples=examples)
     @given(made(cls))
     def round_trip(value: Document) -> None:
         assert cls.parse(value.dump()) == value

@@ -171,7 +171,7 @@ def test_twenty_of_each_kind_were_published() -> None:
         assert len({(row.text, row.model, row.cluster) for row in rows}) >= 18, kind
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("of", KINDS)
 def test_compare_answers_for_a_published_configuration(of: str, tmp_path: Path) -> None:
     """The smallest one; `make matrix` compares all of them."""

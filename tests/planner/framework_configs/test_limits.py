@@ -93,7 +93,7 @@ UNITS = (" ", "\\\n", "\n", "\t", "-", "--a ", "a.", "$A", "${A:-", "$((", "(", 
 """What a reader of text may look at again from every place that it comes to."""
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("of", READERS)
 def test_no_reader_takes_longer_than_its_text(of: str) -> None:
     for unit in UNITS:

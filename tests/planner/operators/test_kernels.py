@@ -166,7 +166,7 @@ def test_every_second_product_is_recomputed() -> None:
     assert not any(op.kind == "attention" for op in again)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.long(
     "nemo-automodel",
     "nanotron",

@@ -139,6 +139,8 @@ def test_a_bound_of_any_loss_is_below_a_plan_whose_loss_trades_passes() -> None:
     Taken for the least, it bounded 10 devices above a plan of theirs, beside a plan of 8.
     """
     request, _ = drawn(19)
+    pins = Pins(context=1, zero=1, recompute="none", compile="block")
+    request = replace(request, pins=pins)
     eight = resolve_cluster("10x1xh100-sxm-80gb:8x1")
     other = search(replace(request, cluster=eight, called="10x1xh100-sxm-80gb:8x1"))
     beside = Ranked(plan=other.plan, objective_s=math.inf, prediction=other.prediction)
@@ -196,7 +198,7 @@ def test_fewer_devices_have_a_quicker_slowest_one() -> None:
 
 def test_a_batch_that_the_devices_do_not_divide_leaves_some_idle(tmp_path: Path) -> None:
     """12 of 15 devices take 1.06 s, all of them 2.6 s; the plan that is written is for the 12."""
-    asked = {"seq_len": 4096, "global_batch": 128}
+    asked = {"seq_len": 4096, "global_batch": 128, "fix": ["tp=1", "cp=1"]}
     answer = meshwright.search("llama-3.2-1b", "3x5xh100-sxm-80gb", **asked)  # type: ignore[arg-type]
     assert answer.prediction.step_time_s < 1.07
     assert answer.prediction.idle_devices == 3
@@ -210,7 +212,8 @@ def test_a_batch_that_the_devices_do_not_divide_leaves_some_idle(tmp_path: Path)
 
 
 def test_devices_that_no_batch_divides_have_an_answer() -> None:
-    request = request_of("3x3xh100-sxm-80gb", "demo-4m", 1)
+    pins = Pins(recompute="none", zero=0, compile="none", loss="full")
+    request = replace(request_of("3x3xh100-sxm-80gb", "demo-4m", 1), pins=pins)
     with pytest.raises(NoPlanFits):
         search(request, below_s=1e9)
     answer = search_parts(request, effort=BRIEF)

@@ -111,6 +111,7 @@ def test_a_chunk_grows_by_less_than_the_memory(model: str) -> None:
         assert shorter % 128 == longer % 128 == 0
 
 
+@pytest.mark.long("8xh100-sxm-80gb")
 @pytest.mark.parametrize("cluster", ["4xh100-sxm-80gb", "8xh100-sxm-80gb"])
 def test_more_memory_is_not_slower_where_chunks_get_longer(cluster: str) -> None:
     """At 168 GB logits of 8,192 rows take 1/40 of the memory, of 4,096 at half of it."""

@@ -17,6 +17,7 @@ from meshwright.planner.catalog.expressions import groups_part, resolve_cluster,
 from meshwright.planner.costs.cost_cache import FigureStore
 from meshwright.planner.documents import document
 from meshwright.planner.errors import DocumentError, NoPlanFits
+from meshwright.planner.requests.pins import Pins
 from meshwright.planner.requests.request import Request
 from meshwright.planner.search.bounds.device_counts import LeastSteps
 from meshwright.planner.search.cluster_parts import (
@@ -40,7 +41,16 @@ TWO_OF_THREE = "3xh100-sxm-80gb+1xv100-sxm-16gb"
 """A batch of 4 is for two or four devices, and one of these is slow."""
 
 
-def request_of(cluster: str, batch: int, model: str = "gpt2", seq_len: int = 512) -> Request:
+ONE_STAGE = Pins(tensor=1, context=1, pipeline=1, recompute="none")
+
+
+def request_of(
+    cluster: str,
+    batch: int,
+    model: str = "gpt2",
+    seq_len: int = 512,
+    pins: Pins | None = None,
+) -> Request:
     return Request.create(
         resolve_model(model),
         resolve_cluster(cluster),
@@ -48,12 +58,13 @@ def request_of(cluster: str, batch: int, model: str = "gpt2", seq_len: int = 512
         global_batch=batch,
         called=cluster,
         fit_probability=0.95,
+        pins=pins,
     )
 
 
 @cache
-def answer_to(cluster: str, batch: int, effort: Effort) -> PartAnswer:
-    return search_parts(request_of(cluster, batch), effort=effort)
+def answer_to(cluster: str, batch: int, effort: Effort, pins: Pins | None = None) -> PartAnswer:
+    return search_parts(request_of(cluster, batch, pins=pins), effort=effort)
 
 
 def parts_of(cluster: str) -> list[str]:
@@ -77,13 +88,13 @@ def drawn(seed: int) -> tuple[str, int]:
     return "+".join(terms), draw.choice((4, 6, 8, 12))
 
 
-def check(cluster: str, batch: int, effort: Effort) -> None:
+def check(cluster: str, batch: int, effort: Effort, pins: Pins | None = None) -> None:
     """Each part is searched for itself, with the same job.
 
     Parts of several groups are simulated where their closed form is near the best answer, and
     nothing is proven of those with some devices of each: one may be faster by MOST_MISSED.
     """
-    request = request_of(cluster, batch)
+    request = request_of(cluster, batch, pins=pins)
     steps: dict[str, float] = {}
     for called in parts_of(request.cluster_name):
         part = replace(request, cluster=resolve_cluster(called), called=called)
@@ -92,7 +103,7 @@ def check(cluster: str, batch: int, effort: Effort) -> None:
         except (NoPlanFits, DocumentError):
             continue
         steps[called] = answer.prediction.step_time_s
-    found = answer_to(cluster, batch, effort).answer
+    found = answer_to(cluster, batch, effort, pins).answer
     assert len(steps) > 1
     for called, step_s in steps.items():
         slack = MOST_MISSED if "+" in called else 1e-9
@@ -114,13 +125,14 @@ def is_some_of_several(called: str) -> bool:
 
 
 def test_no_answer_is_slower_than_that_of_a_set_of_groups() -> None:
-    check(TWO_OF_THREE, 4, BRIEF)
+    check(TWO_OF_THREE, 4, BRIEF, ONE_STAGE)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("cluster", "batch"),
     [
+        (TWO_OF_THREE, 4),
         ("5xh100-sxm-80gb+1xv100-sxm-16gb", 24),
         ("5x1xh100-sxm-80gb+1xrtx-4090", 32),
         ("3xh100-sxm-80gb+2xa100-sxm-80gb+1xrtx-4090", 20),
@@ -140,7 +152,7 @@ def test_no_answer_is_slower_than_that_of_a_part_of_random_groups(seed: int) -> 
 
 def test_a_plan_of_a_part_names_it(tmp_path: Path) -> None:
     """The plan that is written is for two devices of one group, and is priced like the answer."""
-    request, found = request_of(TWO_OF_THREE, 4), answer_to(TWO_OF_THREE, 4, BRIEF)
+    request, found = request_of(TWO_OF_THREE, 4), answer_to(TWO_OF_THREE, 4, BRIEF, ONE_STAGE)
     answer = found.answer
     assert answer.plan.cluster == "3xh100-sxm-80gb:1x2"
     assert answer.plan.mesh.devices == 2
@@ -156,7 +168,7 @@ def test_a_plan_of_a_part_names_it(tmp_path: Path) -> None:
 def test_a_part_of_several_groups_is_named_in_words() -> None:
     request = request_of("3xh100-sxm-80gb+2x2xl40s", 4)
     part = on_group_set(request, (0, 1), [(1, 2), (1, 2)])
-    answer = answer_to(TWO_OF_THREE, 4, BRIEF)
+    answer = answer_to(TWO_OF_THREE, 4, BRIEF, ONE_STAGE)
     some = replace(answer, part=ClusterPart(part, 0.0, whole=False, kept=(0, 1)))
     assert part.cluster_name == "3xh100-sxm-80gb:1x2+2x2xl40s:1x2"
     assert used_text(request, some) == (
@@ -227,7 +239,8 @@ def test_ranks_with_whole_layers_take_what_the_best_of_all_assignments_takes(see
 
 def test_a_plan_of_more_devices_is_no_neighbour_of_a_parts_plans() -> None:
     """A pipeline of five ranks has no layout on four devices of the same groups."""
-    whole = request_of("3xa100-sxm-80gb+2xl40s", 20)
+    pins = replace(ONE_STAGE, pipeline=None, schedule="1f1b", compile="none", loss="full")
+    whole = request_of("3xa100-sxm-80gb+2xl40s", 20, pins=pins)
     pinned = replace(whole, pins=replace(whole.pins, pipeline=5))
     best = search(pinned, effort=BRIEF, fewest_groups=2)
     known = Ranked(plan=best.plan, objective_s=math.inf, prediction=best.prediction)

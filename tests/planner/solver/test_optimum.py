@@ -197,15 +197,15 @@ KINDS = {
 
 
 def parts_of(kinds: Mapping[str, Kind]) -> Iterator[Any]:
-    """Yield each kind's parts, which are of the matrix, and the first halves of some of them."""
+    """Yield each kind's parts, which are of the matrix, and the first quarters of some of them."""
     for name, kind in kinds.items():
         some = kept_of(kind.parts, kind.some) if kind.some else frozenset()
         for at in range(kind.parts):
             first = kind.first + at * kind.size
             yield pytest.param(kind, first, id=f"{name}, {first}", marks=pytest.mark.matrix)
             if at in some:
-                half = kind._replace(size=kind.size // 2, least=kind.least // 2)
-                yield pytest.param(half, first, id=f"{name}, half from {first}")
+                quarter = kind._replace(size=kind.size // 4, least=kind.least // 4)
+                yield pytest.param(quarter, first, id=f"{name}, quarter from {first}")
 
 
 @pytest.mark.parametrize(("kind", "first"), list(parts_of(KINDS)))
@@ -229,6 +229,7 @@ CUTOFFS: dict[str, tuple[Callable[[int], Problem], float, range]] = {
 }
 
 
+@pytest.mark.spread(60)
 @pytest.mark.parametrize("seed", range(40))
 @pytest.mark.parametrize("kind", CUTOFFS)
 def test_only_what_is_below_a_cutoff_is_of_interest(kind: str, seed: int) -> None:

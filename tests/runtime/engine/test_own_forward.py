@@ -174,9 +174,9 @@ def check_two_ranks(kind: str, layout: str, every: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "layout", "every"),
     [
-        ("values", "zero 3", 14),
+        ("values", "zero 3", 28),
         ("modes", "replicas", 6),
-        ("buffers", "stages", 6),
+        ("buffers", "stages", 12),
         ("means", "stages", 6),
     ],
 )

@@ -14,7 +14,7 @@ from torch import nn  # noqa: E402
 from meshwright.planner.documents.plan import Plan  # noqa: E402
 from meshwright.runtime.parallel.replicas import Replicas  # noqa: E402
 from meshwright.runtime.resilience.step_replay import LEAST_NORMS, NEARLY, Replays, StepDiffered  # noqa: E402
-from tests.runtime.ranks import on_ranks  # noqa: E402
+from tests.runtime.ranks import Crew, on_ranks  # noqa: E402
 from tests.runtime.rooms import plan_of  # noqa: E402
 
 
@@ -33,15 +33,17 @@ def compared(plan: Plan, own: list[float], loss: float) -> tuple[str, int | None
 @pytest.mark.ranks
 def test_the_only_rank_whose_own_loss_differs_is_named() -> None:
     plain, tensor = plan_of(data=2), plan_of(tensor=2)
-    for plan, own, loss, suspect in (
+    cases: list[tuple[Plan, list[float], float, Any]] = [
         (plain, [1.0, 1.0], 2.5, ...),
         (plain, [1.0, 1.5], 3.0, 1),
         (plain, [1.5, 1.5], 3.0, None),  # both read weights that one has made wrong
         (plain, [1.0, 1.0], 3.0, None),  # in the sum of all
         (tensor, [1.0, 1.5], 3.0, None),  # ranks of one tensor group have one loss
-    ):
-        found: list[Any] = on_ranks(2, compared, plan, own, loss)
+    ]
+    with Crew(2) as crew:
+        every = [crew.do(compared, plan, own, loss) for plan, own, loss, _ in cases]
 
+    for found, (*_, suspect) in zip(every, cases, strict=True):
         assert found[0] == found[1]
         assert (found[0] is None) == (suspect is ...)
         if found[0] is not None:

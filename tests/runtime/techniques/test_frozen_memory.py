@@ -27,12 +27,12 @@ def wide() -> ModelGraph:
     """Return a model whose weights outweigh all else that a step of a few tokens makes."""
     figures = Architecture(
         family="reference",
-        hidden_size=512,
+        hidden_size=256,
         layers=3,
         heads=8,
         kv_heads=8,
-        head_dim=64,
-        ffn_size=2048,
+        head_dim=32,
+        ffn_size=1024,
         vocab_size=512,
         gated_mlp=True,
         max_positions=64,
@@ -126,9 +126,9 @@ TARGETS = {"every product": ("all-linear",), "attention": ("q_proj", "v_proj")}
 def test_what_has_no_gradient_keeps_no_input(targets: str) -> None:
     """Products without adapters keep nothing, nor do frozen norms for their weights."""
     figures = {"heads": 8, "kv_heads": 4, "head_dim": 16, "vocab_size": 256, "max_positions": 512}
-    model = cases.transformer("llama", hidden_size=128, ffn_size=384, layers=4, **figures)
+    model = cases.transformer("llama", hidden_size=128, ffn_size=384, layers=2, **figures)
     lora = Lora(rank=2, targets=TARGETS[targets])
-    one = plan(model, lora, precision="bf16", global_batch=8)
+    one = plan(model, lora, precision="bf16", global_batch=4)
     one = one.model_copy(update={"seq_len": 256})
 
     ((held,),) = on_ranks(1, held_bytes, [one], model)

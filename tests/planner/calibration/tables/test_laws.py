@@ -65,10 +65,9 @@ def peak(found: Prediction) -> float:
 
 
 @pytest.mark.spread(1)
-@pytest.mark.long("40", "120", "200", "280", "360")
-@pytest.mark.parametrize("seed", range(0, 400, 40))
+@pytest.mark.parametrize("seed", range(0, 400, 10))
 def test_every_legal_row_is_predicted_and_more_work_takes_longer(seed: int) -> None:
-    for each in range(seed, seed + 40):
+    for each in range(seed, seed + 10):
         cells = row(each)
         found = predicted(cells)
 

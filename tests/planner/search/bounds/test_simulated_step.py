@@ -56,10 +56,21 @@ def bounds_below(
     """The bounds of a layout where paths below a limit count too."""
     bounded._forget()
     bounded.limit_s = limit_s
-    bounds_s = dict(bounds_of(bounded, family))[layout]
+    bounds_s = dict(bounds_of(bounded, part_with(family, layout)))[layout]
     bounded.limit_s = math.inf
     bounded._forget()
     return bounds_s
+
+
+def part_with(family: LayoutFamily, layout: Layout) -> LayoutFamily:
+    """Return the layouts of a family that share timetable, saving and loss with one of them."""
+    parts = (
+        timed
+        for saved in family.by_saving()
+        for part in saved.by_loss()
+        for timed in part.by_timetable()
+    )
+    return next(part for part in parts if layout in part.layouts())
 
 
 def steps_s(bounded: SimulatedCandidates, layout: Layout) -> Iterator[float]:

@@ -192,7 +192,7 @@ def random_solution(instance: Instance, rng: random.Random) -> Solution:
     return evaluate_split(instance, cuts, options)
 
 
-@pytest.mark.spread(4)
+@pytest.mark.spread(2)
 @pytest.mark.long(
     "gpt2-xl-interleaved-8",
     "gpt2-xl-interleaved-zb-8",

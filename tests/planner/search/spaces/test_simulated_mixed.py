@@ -147,6 +147,7 @@ def alike(layout: Layout) -> tuple[object, ...]:
     return *degrees, layout.micro_batch, layout.schedule, layout.virtual_stages
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize(("cluster", "layers", "layout"), SHARED, ids=lambda one: str(one)[:40])
 def test_no_layout_of_a_timetable_simulates_faster_than_all_together(
     cluster: str, layers: int, layout: Layout
@@ -220,7 +221,7 @@ def test_a_bound_of_layouts_of_any_loss_is_none_above_that_of_each(
     first: ChunkedLoss | None,
 ) -> None:
     """Whichever loss is bounded first, and where memory is short of all logits."""
-    request = Request(llama(4), resolve_cluster(TWO), JOB, Pins())
+    request = Request(llama(3), resolve_cluster(TWO), JOB, Pins())
     own = MixedSpace(GroupCandidates(request))
     layout = Layout(pipeline=2, data_shard=2, zero=1, micro_batch=3, micro_batches=2, loss=first)
     plan = own.candidate_of(SplitSolution(1.0, 1.0, layout, next(every_split(own, layout))))

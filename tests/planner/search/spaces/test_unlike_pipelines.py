@@ -48,6 +48,8 @@ CLUSTERS = (
     "3xh100-sxm-80gb+2xl40s",
     "2xa100-sxm-80gb+1xh100-sxm-80gb",
 )
+LARGE = [pytest.param(cluster, marks=pytest.mark.matrix) for cluster in CLUSTERS[:2]]
+"""Clusters of four and five devices, which have ten times as many plans as three devices."""
 
 
 def small_model(seed: int) -> ModelGraph:
@@ -132,8 +134,7 @@ def every_plan(request: Request) -> Iterator[Plan]:
                 )
 
 
-@pytest.mark.spread(3)
-@pytest.mark.parametrize("cluster", CLUSTERS)
+@pytest.mark.parametrize("cluster", (CLUSTERS[2], *LARGE))
 @pytest.mark.parametrize("seed", range(2))
 def test_no_unlike_pipelines_are_faster_than_those_of_the_answer(cluster: str, seed: int) -> None:
     request = small_request(seed, cluster, Pins(pipelines="unlike"))
@@ -148,6 +149,7 @@ def test_no_unlike_pipelines_are_faster_than_those_of_the_answer(cluster: str, s
     assert answer.prediction.step_time_s == pytest.approx(least_s, rel=1e-6)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_an_answer_is_no_slower_than_that_of_pipelines_that_are_alike(seed: int) -> None:
     cluster = CLUSTERS[seed % len(CLUSTERS)]
@@ -220,7 +222,7 @@ def test_another_micro_batch_of_the_slowest_kind_adds_its_passes_and_of_others_n
     assert waiting.step_time_s == pytest.approx(slower.step_time_s, rel=1e-12)
 
 
-@pytest.mark.parametrize("cluster", CLUSTERS[:2])
+@pytest.mark.parametrize("cluster", (CLUSTERS[2], *LARGE))
 def test_no_bound_is_above_any_plan_of_its_layout(cluster: str) -> None:
     request = small_request(2, cluster, Pins(pipelines="unlike"))
     costs, least_s = GroupCosts(request), dict[tuple[object, ...], float]()
