@@ -57,13 +57,13 @@ USUAL = Effort(
     further=Effort(
         families=6_000,
         memory_stages=40_000,
-        cut_stages=10_000,
-        solved=24,
-        programs=24,
+        cut_stages=20_000,
+        solved=48,
+        programs=48,
         ways=20_000,
         actions=70_000,
         columns=3_000,
-        iterations=4_000,
+        iterations=16_000,
     )
 )
 BRIEF = Effort(
