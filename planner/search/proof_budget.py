@@ -45,6 +45,8 @@ class Effort:
     """Most columns of a program that is tried: the relaxation of a larger one may take minutes."""
     iterations: int = 2_000
     """Iterations of the simplex algorithm, about 0.3 ms each, in all rounds of one program."""
+    mixed_iterations: int = 2_000
+    """The same on devices that differ, where an iteration takes several times as long."""
     gap: float = 0.0
     """At which the proof ends."""
     further: Effort | None = None
@@ -64,6 +66,7 @@ USUAL = Effort(
         actions=70_000,
         columns=3_000,
         iterations=16_000,
+        mixed_iterations=4_000,
     )
 )
 BRIEF = Effort(
@@ -89,6 +92,7 @@ FULL = Effort(
     nodes=1_000,
     columns=1 << 30,
     iterations=10_000,
+    mixed_iterations=10_000,
 )
 """Effort of a proof that the user asks for: minutes at most."""
 

@@ -208,7 +208,7 @@ class SimulatedMixed(BySimulation, MixedSpace):
             self._means.setdefault(key, []),
             actions=effort.actions,
             most_columns=effort.columns,
-            iterations=effort.iterations,
+            iterations=effort.mixed_iterations,
         )
         return max(low_s, min(mixed_s, limit_s))
 
@@ -499,7 +499,7 @@ class _LayoutSearch:
                 actions=effort.actions,
                 nodes=effort.nodes,
                 most_columns=effort.columns,
-                iterations=effort.iterations,
+                iterations=effort.mixed_iterations,
             ),
         )
 
