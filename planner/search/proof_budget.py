@@ -91,7 +91,7 @@ FULL = Effort(
     actions=30_000,
     nodes=1_000,
     columns=1 << 30,
-    iterations=10_000,
+    iterations=16_000,
     mixed_iterations=10_000,
 )
 """Effort of a proof that the user asks for: minutes at most."""
