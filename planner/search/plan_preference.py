@@ -192,10 +192,10 @@ def faster_by_chunks(request: Request, plan: Plan, prediction: Prediction) -> It
     The search has one length, in proportion to the smallest device's memory (`chunk_rows`); a stage
     of a larger device, or one of few layers, may have room for more.
     """
-    ways = losses(request, plan.schedule)
-    searched = max((way.rows for way in ways if way is not None), default=MOST_CHUNK_ROWS)
     if request.pins.loss is not None:
         return
+    ways = losses(request, plan.schedule)
+    searched = max((way.rows for way in ways if way is not None), default=MOST_CHUNK_ROWS)
     gradients = ways[-1].gradients if request.job.lora and ways[-1] else "precomputed"
     rows = MOST_CHUNK_ROWS
     while rows > searched:

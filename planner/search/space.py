@@ -175,7 +175,7 @@ class LayoutFamily:
 
     def sharings_of(self, timetable: Timetable, some: Sharings | None = None) -> Sharings:
         """Return the sharings of a timetable, of all or of some."""
-        some = some or self.sharings
+        some = self.sharings if some is None else some
         if self.ahead is None or not schedule_of(timetable.schedule).ahead:
             return some
         return _common(some, self.ahead)
@@ -244,9 +244,10 @@ class LayoutFamily:
 
     def layouts(self) -> Iterator[Layout]:
         """Yield every layout."""
+        able = {timetable: set(self.sharings_of(timetable)) for timetable in self.timetables}
         for sharing in self.sharings:
             for timetable in self.timetables:
-                if sharing not in self.sharings_of(timetable):
+                if sharing not in able[timetable]:
                     continue
                 for saving in self.savings:
                     for place in range(len(self.losses)):

@@ -237,10 +237,8 @@ class SimulatedChain(Families):
         stated = self.closed_form.candidates.problem_of(layout)
         for instance, waited_s in self.candidates.instances(layout, stated):
             # Sums of bytes are no more than what ranks hold, and quicker.
-            relaxed, below_s = (
-                replace(instance, used_bytes=None),
-                self.goal.limit_s - step_s - waited_s,
-            )
+            relaxed = replace(instance, used_bytes=None)
+            below_s = self.goal.limit_s - step_s - waited_s
             solution = self.closed_form.solver(relaxed, below_s)
             if isinstance(solution, Infeasible):
                 return math.inf
