@@ -62,6 +62,8 @@ MOST_EXACT = 20_000
 """Most ways to choose options on a rank of which the fastest within its bytes is looked for."""
 FIRST_WAYS = (1, 16, 64, 256)
 """Number of the fastest of them that are looked at first, then those up to the next number."""
+TOGETHER = 32
+"""Choices of all but the main kind that are compared at once."""
 MOST_ROUNDS = 60
 MOST_ITERATIONS = 1 << 30
 ROUND = 4
@@ -249,8 +251,7 @@ class ColumnProgram:
 
     def is_too_much(self, actions: int, most_columns: int) -> bool:
         """Return whether the step has more actions than that, or the program more columns."""
-        count = 2 * self._layout.micro_batches * self._layout.stages
-        return count > actions or len(self._columns) > most_columns
+        return is_long(self._layout, actions) or len(self._columns) > most_columns
 
     def _program(self) -> Program:
         program = Program(
@@ -284,6 +285,11 @@ class ColumnProgram:
         return max(low_s, self._program().solve(limit_s, tried, nodes, iterations))
 
 
+def is_long(layout: Layout, actions: int) -> bool:
+    """Return whether a step has more actions than that."""
+    return 2 * layout.micro_batches * layout.stages > actions
+
+
 def of_chain(
     candidates: Candidates,
     layout: Layout,
@@ -292,11 +298,12 @@ def of_chain(
     *,
     ways: int,
     fastest_only: bool = False,
+    most_columns: int = MOST_COLUMNS,
 ) -> ColumnProgram | None:
     """Return what ranks may hold; None where that is too much, or the layout has what is not known.
 
-    Too much are more than `ways` to choose options on a rank.  With `fastest_only` no choice is
-    below what there is (`choices_of`).
+    Too much are more than `ways` to choose options on a rank, or more columns.  With `fastest_only`
+    no choice is below what there is (`choices_of`).
     """
     costs, instance = stated
     if layout.pipeline == 1 or instance.used_bytes is None:
@@ -309,7 +316,14 @@ def of_chain(
 
     links = [[np.full(len(columns.places.sizes), costs.transfer_s)]]
     return choices_of(
-        layout, [columns], [layout.pipeline], links, limit_s, read, fastest_only=fastest_only
+        layout,
+        [columns],
+        [layout.pipeline],
+        links,
+        limit_s,
+        read,
+        fastest_only=fastest_only,
+        most_columns=most_columns,
     )
 
 
@@ -323,6 +337,7 @@ def choices_of(
     *,
     fastest_only: bool = False,
     among: ColumnProgram | None = None,
+    most_columns: int = MOST_COLUMNS,
 ) -> ColumnProgram | None:
     """Return what ranks may hold on every type; None where that is too much.
 
@@ -373,7 +388,7 @@ def choices_of(
                 options = of_types[number].columns_between(
                     rank, first, end, fastest_only=fastest_only, exact=among is not None
                 )
-                if options is None or len(columns) + len(options) > MOST_COLUMNS:
+                if options is None or len(columns) + len(options) > most_columns:
                     return None
                 if options:
                     following.add(end)
@@ -498,13 +513,14 @@ class Columns:
         earlier: list[tuple[list[Option], list[tuple[int, ...]]]] = []
         """Options of the others that were gone through, and how many of the main kind are slower
         beside them at least."""
+        compares = not any(map(self._trades_passes, others))
         for beside in sorted(numbers, key=self._seconds_of(others)):
             given = dict(zip(others, beside, strict=True))
             taken = [tables[kind][at] for kind in others for at in given[kind]]
             slower = [
                 entry
                 for faster, falling in earlier
-                if no_slower(faster, taken) and not any(map(self._trades_passes, others))
+                if falling and compares and no_slower(faster, taken)
                 for entry in falling
             ]
             before = len(slower)
@@ -581,7 +597,12 @@ class Columns:
         """
         key = rank, most, tuple(sorted(given.items())), among is None
         if key not in self._sums:
-            order, numbers, passes_s, able = self._ways_beside(rank, most, given, among)
+            others = [
+                self.instance.kinds[kind][at] for kind, options in given.items() for at in options
+            ]
+            order, numbers, passes_s, able = self._ways_beside(
+                rank, most, self._sums_of(rank, others), among
+            )
             self._sums[key] = order, numbers[able], passes_s[able]
         return self._sums[key]
 
@@ -589,10 +610,13 @@ class Columns:
         self,
         rank: int,
         most: tuple[int, int],
-        given: dict[int, tuple[int, ...]],
+        others: Sequence[float] | Floats,
         among: Sequence[int] | None = None,
     ) -> tuple[list[int], Indices, Floats, NDArray[np.bool_]]:
-        """Return the same of all ways; [way] which of them are within the limit and memory."""
+        """Return the same of all ways; [way] which of them are within the limit and memory.
+
+        The `others` are given by their `_sums_of`.
+        """
         key = rank, most, among is None
         (main, number), tables, stage = most, self.instance.kinds, self.instance.stages[rank]
         if key not in self._ways_alone:
@@ -608,13 +632,22 @@ class Columns:
                 np.where(numbers > 0, transient, 0.0).max(axis=1, initial=0.0),
             )
         order, numbers, alone_s, summed_bytes, widest = self._ways_alone[key]
-        others = [tables[kind][at] for kind, options in given.items() for at in options]
-        passes_s = sum(option.time_s for option in others) + alone_s
+        others_s, others_bytes, transient_bytes = others
+        passes_s = others_s + alone_s
         able = self._layout.micro_batches * passes_s <= self._room_s * (1 + ROUNDING)
-        summed_bytes = summed_bytes + sum(map(stage.summed_bytes, others))
-        widest = np.maximum(widest, max((option.transient_bytes for option in others), default=0.0))
+        summed_bytes = summed_bytes + others_bytes
+        widest = np.maximum(widest, transient_bytes)
         able &= summed_bytes + widest <= stage.room_bytes + ROUNDING * np.abs(summed_bytes)
         return order, numbers, passes_s, able
+
+    def _sums_of(self, rank: int, options: Sequence[Option]) -> tuple[float, float, float]:
+        """Return the seconds of some options, their bytes that add up, the largest of the rest."""
+        stage = self.instance.stages[rank]
+        return (
+            sum(option.time_s for option in options),
+            sum(map(stage.summed_bytes, options)),
+            max((option.transient_bytes for option in options), default=0.0),
+        )
 
     def _quickest(
         self, rank: int, first: int, end: int, kinds: tuple[int, ...], *, exact: bool = False
@@ -693,10 +726,22 @@ class Columns:
         """Return the least seconds of entries of some kinds within memory by sums of bytes."""
         worth = {kind: self._worthwhile(rank, kind) for kind in set(kinds)}
         most, others, numbers = self._main_kind_and_rest(kinds, worth)
-        least_s = math.inf
-        for beside in numbers:
-            given = dict(zip(others, beside, strict=True))
-            _, _, passes_s, able = self._ways_beside(rank, most, given, worth[most[0]])
+        tables, least_s = self.instance.kinds, math.inf
+        sums = [
+            self._sums_of(
+                rank,
+                [
+                    tables[kind][at]
+                    for kind, options in zip(others, beside, strict=True)
+                    for at in options
+                ],
+            )
+            for beside in numbers
+        ]
+        every = np.array(sums).T[:, :, None]
+        for first in range(0, len(sums), TOGETHER):
+            others = every[:, first : first + TOGETHER]
+            _, _, passes_s, able = self._ways_beside(rank, most, others, worth[most[0]])
             least_s = min(least_s, float(passes_s.min(initial=math.inf, where=able)))
         return least_s
 

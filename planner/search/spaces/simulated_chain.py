@@ -24,7 +24,13 @@ from typing import TYPE_CHECKING
 from meshwright.planner.documents.plan import Layout
 from meshwright.planner.documents.tolerances import ROUNDING
 from meshwright.planner.search.bounds.dominance import Covering
-from meshwright.planner.search.bounds.simulated_optimum import ColumnProgram, PathWeights, of_chain
+from meshwright.planner.search.bounds.simulated_optimum import (
+    MOST_COLUMNS,
+    ColumnProgram,
+    PathWeights,
+    is_long,
+    of_chain,
+)
 from meshwright.planner.search.bounds.simulated_step import SimulatedCandidates
 from meshwright.planner.search.goals import SimulatedStepGoal, timetable
 from meshwright.planner.search.plan_candidate import Ranked, candidate_of
@@ -255,8 +261,11 @@ class SimulatedChain(Families):
     def _program_s(self, layout: Layout) -> float:
         """Return the least of a layout by its program; 0 if that is not known."""
         effort = self.goal.effort
-        choices = self._choices(layout, self.closed_form.candidates.problem_of(layout))
-        if choices is None or choices.is_too_much(effort.actions, effort.columns):
+        choices = None
+        if not is_long(layout, effort.actions):
+            stated = self.closed_form.candidates.problem_of(layout)
+            choices = self._choices(layout, stated, most_columns=effort.columns)
+        if choices is None:
             self._unspend(OPTIMUM, layout)
             return 0.0
         return choices.optimum(
@@ -269,7 +278,12 @@ class SimulatedChain(Families):
         )
 
     def _choices(
-        self, layout: Layout, stated: StatedProblem, *, fastest_only: bool = False
+        self,
+        layout: Layout,
+        stated: StatedProblem,
+        *,
+        fastest_only: bool = False,
+        most_columns: int = MOST_COLUMNS,
     ) -> ColumnProgram | None:
         """Return what the ranks of a layout may hold, if that is known."""
         return of_chain(
@@ -279,6 +293,7 @@ class SimulatedChain(Families):
             self.goal.limit_s,
             ways=self.goal.effort.ways,
             fastest_only=fastest_only,
+            most_columns=min(most_columns, MOST_COLUMNS),
         )
 
     def _unspend(self, level: int, layout: Layout) -> None:
