@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from operator import le
 from typing import TYPE_CHECKING, NamedTuple
 
 from meshwright.planner.documents.profile import Recompute
@@ -75,7 +77,7 @@ class LayerBytes(NamedTuple):
 
     def no_more_than(self, other: LayerBytes) -> bool:
         """Return whether a rank needs no more memory with this layer than with the other."""
-        return all(mine <= theirs for mine, theirs in zip(self, other, strict=True))
+        return all(map(le, self, other))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +101,7 @@ class StrategyCost:
         return option_name(self.recompute, self.activations)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class StrategyParts:
     """The same record by cause; `meshwright.planner.costs.predict` adds these up."""
 
@@ -171,12 +173,12 @@ class StrategyParts:
         own_s = self.treated.backward_host_s + self.treated.unpacking_s
         return self.figures.whole_backward_s + own_s
 
-    @property
+    @cached_property
     def forward_s(self) -> float:
         """Forward on one micro-batch, all that is exposed included."""
         return self.unshared_forward_s + self.gather_s + self.forward_fetch_s
 
-    @property
+    @cached_property
     def backward_s(self) -> float:
         """Backward on one micro-batch, all that is exposed included."""
         return self.unshared_backward_s + self.backward_shard_s + self.backward_fetch_s
@@ -214,7 +216,7 @@ class StrategyParts:
         working = larger(working, self.states.after_backward_bytes)
         return working + self.treated.moving_bytes
 
-    @property
+    @cached_property
     def layer_bytes(self) -> LayerBytes:
         """Bytes of the layer."""
         states, offloaded = self.states, self.activations == "offload"
