@@ -339,17 +339,21 @@ class _PartSearch:
         if part.degrees is None or (self.best is None and part.whole):
             self.search(part, searched)
             return
-        candidates, bound_s = self._may_be_faster(part, part.degrees), None
+        candidates = self._may_be_faster(part, part.degrees)
         del self._spaces[part.request.cluster_name]
-        if self.best is not None and not part.request.model.edges:
-            bound_s = self._bound_s(part, candidates)
-            families = sum(len(of.families) for of in candidates)
-            near = 1 - GOAL if families > FEW_NEAR else 1.0
-            if bound_s is not None and bound_s >= self.limit_s(part) * near:
-                self._add_bound(part, bound_s)
-                return
-            candidates = []  # of what is faster the certificate is of all that the part has
-        self.search(part, searched, candidates, at_least_s=bound_s or 0.0)
+        if self.best is None or part.request.model.edges:
+            self.search(part, searched, candidates)
+            return
+        bound_s = self._bound_s(part, candidates)
+        if bound_s is None:  # of what is faster the certificate is of all that the part has
+            self.search(part, searched)
+            return
+        families = sum(len(of.families) for of in candidates)
+        near = 1 - GOAL if families > FEW_NEAR else 1.0
+        if bound_s >= self.limit_s(part) * near:
+            self._add_bound(part, bound_s)
+            return
+        self.search(part, searched, candidates, at_least_s=bound_s)
 
     @property
     def is_spent(self) -> bool:
@@ -398,14 +402,14 @@ class _PartSearch:
         """Return what no plan of a part takes less than; None where one is faster than the best.
 
         First come bounds alone, then plans of the layouts that are likely to be faster, then the
-        further proof.  The whole cluster is searched where bounds alone leave it open.
+        further proof.
         """
         best = self._best_on(part)
         goal = SimulatedStepGoal(best, BOUNDED)
         queue, spent = Queue(goal), Spent()
         queue.run(*(SimulatedChain(ChainSpace(of), goal, spent, 0.0) for of in candidates))
         lowest = queue.lowest()
-        if lowest is not None and not goal.exceeds(lowest.bound_s) and not part.whole:
+        if lowest is not None and not goal.exceeds(lowest.bound_s):
             look_among(goal, queue.rest(), self.effort)
             goal.set_effort(self._effort_beside(part))
             queue.run()
@@ -451,11 +455,13 @@ class _PartSearch:
         """Search a part; its answer may be the best.
 
         `candidates` are all of it that may be faster than the best that is known; no plan takes
-        less than `at_least_s`.
+        less than `at_least_s`, where that was proven with all effort.
         """
         has_all = not candidates or self.best is None
         limit_s = self.limit_s(part)
         effort = self.effort if self.best is None else self._effort_beside(part)
+        if at_least_s:
+            effort = replace(QUICK, likely=effort.likely, tried=effort.tried)
         try:
             fastest = searched(
                 part.request,

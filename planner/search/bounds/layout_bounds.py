@@ -180,7 +180,8 @@ def candidates_of(
         if candidates.rules is not rules:
             continue
         if candidates.request is request:
-            return candidates.recomputing(recompute)
+            same = candidates.recompute == recompute
+            return candidates if same else candidates.recomputing(recompute)
         part = candidates.part(request)
         if part is not None and part.recompute == recompute:
             return part
