@@ -109,7 +109,7 @@ class Candidates(FamilyBounds):
         super()._forget()
         self._known_communication_s: dict[Layout, float] = {}
         self._known_memory_s: dict[Layout, float] = {}
-        self._known_instances = {}
+        self._known_instances, self._known_of_any_loss = {}, {}
 
     def communication_s(self, layout: Layout) -> float:
         """Least seconds with what sharding and the pipeline add, memory ignored."""

@@ -165,6 +165,7 @@ class Configurations:
         self._executes = rules or rules_of(self.framework)
         self._known_rows: dict[tuple[int, int, str], Rows | None] = {}
         self._known_instances: dict[Layout, Instance] = {}
+        self._known_of_any_loss: dict[Layout, StatedProblem] = {}
         self._known_refusals: dict[Layout, str | None] = {}
         self.refused: Counter[str] = Counter()
         self.families = list(
@@ -242,13 +243,20 @@ class Configurations:
         """Return the partition problem of a layout with its costs."""
         return StatedProblem(self.tables.costs_of(layout), self.instance(layout))
 
+    def has_losses(self, layout: Layout) -> bool:
+        """Return whether there are several ways to compute the loss."""
+        return len(losses(self.request, layout.schedule)) > 1
+
     def stated_of_any_loss(self, layout: Layout) -> StatedProblem:
         """Return one for all layouts that differ in how they compute the loss alone.
 
         Each plan of theirs is a split of it: what bounds it bounds all of them.
         """
-        costs = self.tables.of_any_loss(layout, losses(self.request, layout.schedule))
-        return StatedProblem(costs, self._instance(layout, costs))
+        key = replace(layout, loss=None)
+        if key not in self._known_of_any_loss:
+            costs = self.tables.of_any_loss(layout, losses(self.request, layout.schedule))
+            self._known_of_any_loss[key] = StatedProblem(costs, self._instance(layout, costs))
+        return self._known_of_any_loss[key]
 
     def _instance(self, layout: Layout, costs: LayoutCosts) -> Instance:
         pins = self.pins

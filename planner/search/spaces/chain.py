@@ -7,8 +7,10 @@ meshwright.planner.search.bounds.layout_bounds has the bounds of each step.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,6 +22,7 @@ from meshwright.planner.search.proof_account import (
     COMMUNICATION,
     DOMINATED,
     MEMORY,
+    NO_FASTER,
     OUT_OF_MEMORY,
     SHARED_ROOM,
     UNKEPT,
@@ -130,6 +133,10 @@ class ChainSpace(Families):
         super().__init__(candidates)
         # A method here would be a cycle, which keeps all candidates until the collector comes.
         self.solver: Solve = _by_program if by_program else partial(_exactly, candidates.frontiers)
+        self._is_exact = not by_program
+        self._of_any_loss_s: dict[Layout, float] = {}
+        """Least seconds of layouts that differ in how they compute the loss alone, inf where none
+        fits, by one of them."""
 
     def costs_of(self, layout: Layout) -> tuple[LayoutCosts]:
         """Return the costs of a layout."""
@@ -151,11 +158,31 @@ class ChainSpace(Families):
 
     def solve(self, layout: Layout, cutoff_s: float) -> SplitSolution[Solution] | Pruned:
         """Return the best split of a layout."""
+        least_s = self._least_of_any_loss_s(layout, cutoff_s)
+        if cutoff_s <= least_s < math.inf:
+            return Pruned(NO_FASTER, bound_s=least_s)
         step_s = self.candidates.costs(layout).step_s
-        solution = self.solver(self.candidates.instance(layout), cutoff_s - step_s)
+        solution: Outcome = Infeasible("none of any loss fits")
+        if least_s < math.inf:
+            solution = self.solver(self.candidates.instance(layout), cutoff_s - step_s)
         if isinstance(solution, Infeasible):
             return Pruned(UNKEPT if self.candidates.pins.require else OUT_OF_MEMORY)
         return split_or_pruned(solution, layout, cutoff_s, step_s)
+
+    def _least_of_any_loss_s(self, layout: Layout, cutoff_s: float) -> float:
+        """Return what no layout takes less than that differs in how it computes the loss alone."""
+        if cutoff_s == math.inf or not self._is_exact or not self.candidates.has_losses(layout):
+            return 0.0
+        key = replace(layout, loss=None)
+        if key not in self._of_any_loss_s:
+            costs, instance = self.candidates.stated_of_any_loss(layout)
+            solution, least_s = self.solver(instance, cutoff_s - costs.step_s), 0.0
+            if isinstance(solution, Infeasible):
+                least_s = math.inf
+            elif isinstance(solution, Solution | CutOff):
+                least_s = solution.lower_bound_s + costs.step_s
+            self._of_any_loss_s[key] = least_s
+        return self._of_any_loss_s[key]
 
     def fits(self, layout: Layout) -> bool:
         """Return whether a layout fits its devices, and what it puts on hosts fits the hosts."""
