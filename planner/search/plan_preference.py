@@ -117,7 +117,7 @@ def with_preference(
         *(candidate for candidate in usual.values() if candidate),
     ]
     if prefer == "simplest" and quick:
-        every += _simpler(request, answer, _fastest(every))
+        every += _simpler(request, answer, _fastest(every), usual)
     chosen = fastest = _fastest(every)
     if prefer == "simplest":
         least_s = fastest.prediction.step_time_s
@@ -273,15 +273,25 @@ def _usual(request: Request, answer: Answer) -> Iterator[tuple[str, Ranked | Non
         yield TENSOR_PIPELINE, _best(replace(request, pins=both), answer, {"context": 1})
 
 
-def _simpler(request: Request, answer: Answer, fastest: Ranked) -> Iterator[Ranked]:
-    """Yield plans near the fastest with fewer axes, or with a plainer schedule, or alike layers."""
+def _simpler(
+    request: Request, answer: Answer, fastest: Ranked, usual: Mapping[str, Ranked | None]
+) -> Iterator[Ranked]:
+    """Yield plans near the fastest with fewer axes, or with a plainer schedule, or alike layers.
+
+    Where none has a single axis, and there are no experts, the `usual` one with tensor and pipeline
+    parallelism is the best with both.
+    """
     below_s = answer.closed_form.objective_s * (1 + NEAR + margin_of(request))
     used = sum(getattr(fastest.plan.layout, axis) > 1 for axis in AXES)
     simplest: Ranked | None = None
     for count in range(1, used):
         for kept in itertools.combinations(AXES, count):
             others = {axis: 1 for axis in AXES if axis not in kept}
-            better = _best(request, answer, others, below_s=below_s)
+            known = usual.get(TENSOR_PIPELINE) if kept == ("tensor", "pipeline") else None
+            if known is not None and not request.model.expert_count:
+                better = known if known.objective_s < below_s else None
+            else:
+                better = _best(request, answer, others, below_s=below_s)
             if better is not None:
                 simplest = better
                 yield better

@@ -740,8 +740,8 @@ class Columns:
         ]
         every = np.array(sums).T[:, :, None]
         for first in range(0, len(sums), TOGETHER):
-            others = every[:, first : first + TOGETHER]
-            _, _, passes_s, able = self._ways_beside(rank, most, others, worth[most[0]])
+            some = every[:, first : first + TOGETHER]
+            _, _, passes_s, able = self._ways_beside(rank, most, some, worth[most[0]])
             least_s = min(least_s, float(passes_s.min(initial=math.inf, where=able)))
         return least_s
 
