@@ -71,6 +71,8 @@ MOST_MEANS = 2
 """Means of paths of a timetable that come from programs of their own."""
 MOST_KNOWN = 24
 """Means and paths of a timetable that ways are listed by."""
+TRIES = 6
+"""Limits by which the ways of a layout are listed, where they are many."""
 TOGETHER = 256
 """Ways that are simulated at once."""
 RELAXED_COLUMNS, RELAXED = 2, 4
@@ -188,6 +190,7 @@ class ColumnProgram:
         self._step_s, self._transfer_s = listed[0].costs.step_s, hidden_s(listed[0].costs)
         self._spans: Spans | None = None
         """Of the columns of all ways within a limit, where those were listed."""
+        self.is_solved = False
 
     @property
     def size(self) -> int:
@@ -260,35 +263,47 @@ class ColumnProgram:
         actions: int,
         most_columns: int,
         iterations: int,
-    ) -> float | None:
+    ) -> float:
         """Return seconds that no way of whole columns simulates below, or `limit_s` if less.
 
         By the means of paths that are `known`, of mixed columns if none is, all ways within the
         limit are listed and simulated (`planner.search.bounds.whole_ways`); the paths of the least
-        are added.  It is a plan that is `tried`, where columns are what ranks hold.  None where
-        ways are too many.  Limits are those of `mixed_s`.
+        are added.  It is a plan that is `tried`, where columns are what ranks hold.  Where ways are
+        too many those within a lower limit are; `is_solved` says if the least of all was found, or
+        that there is none.  The program's limits are those of `mixed_s`.
         """
         if not known:
             if self.is_too_much(actions, RELAXED_COLUMNS * most_columns):
-                return None
+                return 0.0
             program = self._program()
             if program.solve(limit_s, None, 0, RELAXED * iterations) >= limit_s:
                 return limit_s
             known += program.weights()
-        each_s = np.array([self._path_s(weights) for weights in known])
         once_s = self._least_update_s + self._step_s
-        waiting_s = self._transfer_s * np.array([weights.hops.sum() for weights in known])
-        labels = WayLabels(self.placed, self._layout.pipeline, each_s)
-        ways = labels.within((limit_s * (1 + SLACK) - once_s) - waiting_s)
-        if ways is None:
-            return None
-        ways = self._in_rows(ways)
-        self._spans = self._spans_of(np.unique(ways))
-        least_s = (each_s[:, ways].sum(axis=2) + waiting_s[:, None]).max(axis=0, initial=0.0)
-        least_s, way = self._least_way(ways, least_s + once_s, limit_s, known)
-        if way is not None and tried is not None:
-            tried(split_of_columns(way, self._columns, self.placed, self._read))
-        return min(limit_s, least_s * (1 - SETTLED))
+        low_s, upper_s = 0.0, limit_s
+        for _ in range(TRIES):
+            each_s = np.array([self._path_s(weights) for weights in known])
+            waiting_s = self._transfer_s * np.array([weights.hops.sum() for weights in known])
+            labels = WayLabels(self.placed, self._layout.pipeline, each_s)
+            ways = labels.within(upper_s * (1 + SLACK) - once_s - waiting_s)
+            if ways is None:
+                least_s = (labels.least_s() + waiting_s).max() * (1 - SLACK) + once_s
+                low_s = max(low_s, float(least_s))
+                upper_s = (low_s + upper_s) / 2
+                continue
+            ways = self._in_rows(ways)
+            paths_s = (each_s[:, ways].sum(axis=2) + waiting_s[:, None]).max(axis=0, initial=0.0)
+            least_s, way = self._least_way(ways, paths_s + once_s, upper_s, known)
+            low_s = max(low_s, least_s * (1 - SETTLED))
+            if upper_s == limit_s:
+                self._spans = self._spans_of(np.unique(ways))
+            if way is not None and tried is not None:
+                tried(split_of_columns(way, self._columns, self.placed, self._read))
+            self.is_solved = upper_s == limit_s or way is not None
+            if self.is_solved:
+                break
+            upper_s = limit_s
+        return min(limit_s, low_s)
 
     def _in_rows(self, ways: Indices) -> Indices:
         """[way, rank] Those whose numbers of layers are as a row says, if there are rows."""

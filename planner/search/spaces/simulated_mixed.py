@@ -100,8 +100,8 @@ class SimulatedMixed(BySimulation, MixedSpace):
         bounds within memory."""
         self._means: dict[tuple[object, ...], list[PathWeights]] = {}
         """Means of paths that bounded a layout of a timetable."""
-        self._spans: dict[Layout, Spans] = {}
-        """Of what ranks may hold, by a layout of those that differ in the loss alone."""
+        self._spans: dict[Layout, tuple[float, Spans | None]] = {}
+        """Of what ranks may hold within a limit, by a layout of those that differ in the loss."""
         self.closed_form, self.tried, self._unpiped_s = space, tried, closed_form_s * (1 - ROUNDING)
 
     groups = 3
@@ -200,11 +200,11 @@ class SimulatedMixed(BySimulation, MixedSpace):
                 return least_s + self.step_s(layout)
             low_s = max(low_s, choices.cut_s(limit_s) if choices.size else limit_s)
             if low_s < limit_s:
-                low_s = max(low_s, self.whole_s(layout, choices, limit_s) or 0.0)
+                low_s = max(low_s, self.whole_s(layout, choices, limit_s))
             if low_s >= limit_s:
                 return limit_s
             spans = choices.feasible_spans(limit_s)
-        self._spans[replace(layout, loss=None)] = spans
+        self._spans[replace(layout, loss=None)] = limit_s, spans
         return low_s
 
     def whole_s(
@@ -213,8 +213,8 @@ class SimulatedMixed(BySimulation, MixedSpace):
         choices: ColumnProgram,
         limit_s: float,
         tried: Callable[[GraphSolution], float] | None = None,
-    ) -> float | None:
-        """Return the least of all ways of whole columns; None where that is not known."""
+    ) -> float:
+        """Return seconds that no way of whole columns simulates below."""
         effort, key = self.tried.effort, (timetable(layout), layout.micro_batches, kind(layout))
         return choices.whole_s(
             limit_s,
@@ -426,7 +426,8 @@ class SimulatedMixed(BySimulation, MixedSpace):
         self, layout: Layout, columns: Sequence[Columns], limit_s: float
     ) -> ColumnProgram | None:
         """Return what ranks may hold in the spans that are known, and None where it is too much."""
-        spans = self._spans.get(replace(layout, loss=None))
+        within_s, spans = self._spans.get(replace(layout, loss=None), (0.0, None))
+        spans = spans if limit_s <= within_s else None
         return self.choices(layout, columns, limit_s, fastest_only=False, within=spans)
 
     def read(
@@ -498,19 +499,17 @@ class _LayoutSearch:
         columns = space.columns(layout, self._limit_s)
         if columns is None:
             return self.near_s()
-        choices = space.known_choices(layout, columns, self._limit_s)
+        low_s, choices = 0.0, space.known_choices(layout, columns, self._limit_s)
         if choices is not None:
             if not choices.size:
                 return self._limit_s
-            least_s = space.whole_s(layout, choices, self._limit_s, self._try)
-            if least_s is not None:
-                return least_s
-            low_s = choices.cut_s(self._limit_s)
+            low_s = space.whole_s(layout, choices, self._limit_s, self._try)
+            if choices.is_solved or low_s >= self._limit_s:
+                return low_s
+            low_s = max(low_s, choices.cut_s(self._limit_s))
             if low_s >= self._limit_s:
                 return low_s
-            low_s = max(low_s, self.near_s())
-        else:
-            low_s = self.near_s()
+        low_s = max(low_s, self.near_s())
         self.improve(columns, MOST_MOVES)
         if low_s >= self._limit_s or choices is None or not space.may_program(choices):
             return low_s
