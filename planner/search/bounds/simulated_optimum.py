@@ -268,51 +268,54 @@ class ColumnProgram:
 
         By the means of paths that are `known`, of mixed columns if none is, all ways within the
         limit are listed and simulated (`planner.search.bounds.whole_ways`); the paths of the least
-        are added.  It is a plan that is `tried`, where columns are what ranks hold.  Where ways are
-        too many those within a lower limit are; `is_solved` says if the least of all was found, or
-        that there is none.  The program's limits are those of `mixed_s`.
+        are added.  It is a plan that is `tried`, where columns are what ranks hold; `is_solved` if
+        it takes that, or there is none.  Where ways are too many those within a lower limit are
+        listed.  The program's limits are those of `mixed_s`.
         """
         if not known:
             if self.is_too_much(actions, RELAXED_COLUMNS * most_columns):
                 return 0.0
             program = self._program()
-            if program.solve(limit_s, None, 0, RELAXED * iterations) >= limit_s:
-                return limit_s
+            mixed_s = program.solve(limit_s, None, 0, RELAXED * iterations)
             known += program.weights()
+            if mixed_s >= limit_s or not known:
+                return mixed_s
         once_s = self._least_update_s + self._step_s
         low_s, upper_s = 0.0, limit_s
         for _ in range(TRIES):
             each_s = np.array([self._path_s(weights) for weights in known])
             waiting_s = self._transfer_s * np.array([weights.hops.sum() for weights in known])
             labels = WayLabels(self.placed, self._layout.pipeline, each_s)
-            ways = labels.within(upper_s * (1 + SLACK) - once_s - waiting_s)
-            if ways is None:
+            listed = labels.within(upper_s * (1 + SLACK) - once_s - waiting_s)
+            if listed is None:
                 least_s = (labels.least_s() + waiting_s).max() * (1 - SLACK) + once_s
                 low_s = max(low_s, float(least_s))
                 upper_s = (low_s + upper_s) / 2
                 continue
-            ways = self._in_rows(ways)
-            paths_s = (each_s[:, ways].sum(axis=2) + waiting_s[:, None]).max(axis=0, initial=0.0)
-            least_s, way = self._least_way(ways, paths_s + once_s, upper_s, known)
-            low_s = max(low_s, least_s * (1 - SETTLED))
+            ways, sums_s = listed
             if upper_s == limit_s:
                 self._spans = self._spans_of(np.unique(ways))
+            paths_s = (sums_s + waiting_s[:, None]).max(axis=0, initial=0.0) + once_s
+            least_s, way = self._least_way(ways, paths_s, upper_s, known)
+            low_s = max(low_s, least_s * (1 - SETTLED))
+            self.is_solved = way is None
             if way is not None and tried is not None:
-                tried(split_of_columns(way, self._columns, self.placed, self._read))
-            self.is_solved = upper_s == limit_s or way is not None
-            if self.is_solved:
+                split = split_of_columns(way, self._columns, self.placed, self._read)
+                self.is_solved = tried(split) <= least_s * (1 + CLOSE)
+            if way is not None or upper_s == limit_s:
                 break
             upper_s = limit_s
         return min(limit_s, low_s)
 
-    def _in_rows(self, ways: Indices) -> Indices:
-        """[way, rank] Those whose numbers of layers are as a row says, if there are rows."""
+    def _is_in_rows(self, ways: Indices) -> NDArray[np.bool_]:
+        """[way] Whether the numbers of layers of its ranks are as some row says."""
         if not self._rows:
-            return ways
+            return np.ones(len(ways), dtype=bool)
         sizes = self._sizes[self.placed.end[ways]] - self._sizes[self.placed.first[ways]]
         rows = np.array(self._rows)
         within = (sizes[:, None] >= rows[..., 0]) & (sizes[:, None] <= rows[..., 1])
-        return ways[within.all(axis=2).any(axis=1)]
+        is_in_rows: NDArray[np.bool_] = within.all(axis=2).any(axis=1)
+        return is_in_rows
 
     def _least_way(
         self, ways: Indices, least_s: Floats, limit_s: float, known: list[PathWeights]
@@ -321,6 +324,8 @@ class ColumnProgram:
 
         `least_s` [way] is what they take at least.
         """
+        is_in_rows = self._is_in_rows(ways)
+        ways, least_s = ways[is_in_rows], least_s[is_in_rows]
         placed, layout = self.placed, self._layout
         graph, behind = graph_of_layout(layout), hops_behind(layout)
         best_s, best = limit_s, None

@@ -99,8 +99,11 @@ class WayLabels:
         least_s: Floats = self._behind_s[0][:, 0, 0]
         return least_s
 
-    def within(self, limits_s: Floats, most: int = MOST_PAIRS) -> Indices | None:
-        """[way, rank] Columns of the ways within a limit for each mean; None where that is much."""
+    def within(self, limits_s: Floats, most: int = MOST_PAIRS) -> tuple[Indices, Floats] | None:
+        """[way, rank] Columns of the ways within a limit for each mean, [mean, way] their seconds.
+
+        None where that takes more than the `most` pairs of labels and columns.
+        """
         placed = self._placed
         ways = np.zeros((1, 0), dtype=np.intp)
         used = place = np.zeros(1, dtype=np.intp)
@@ -128,4 +131,4 @@ class WayLabels:
             labels, added, used = labels[kept], added[kept], after[kept]
             sums_s = sums_s[:, labels] + self._each_s[:, added]
             place, ways = placed.end[added], np.hstack([ways[labels], added[:, None]])
-        return ways
+        return ways, sums_s

@@ -57,7 +57,6 @@ from meshwright.planner.search.spaces.mixed import MixedSpace
 from meshwright.planner.search.spaces.simulated import (
     BOUNDED,
     FAMILIES,
-    PROGRAMS,
     SOLVED,
     BySimulation,
     Tried,
@@ -81,8 +80,6 @@ MOST_MOVES = 120
 """Splits near the best of a layout that are simulated."""
 ABOVE = 1.2
 """Largest ratio of the closed form to the simulated step (meshwright.planner.costs.predict)."""
-FEW_COLUMNS = 300
-"""Most columns of programs that are tried where only one may be: larger ones may take seconds."""
 
 Floats = NDArray[np.float64]
 
@@ -436,13 +433,6 @@ class SimulatedMixed(BySimulation, MixedSpace):
         """Return the split of types [rank], places [rank + 1] and options."""
         return self.closed_form.evaluated_split(layout, order, ends, options)
 
-    def may_program(self, choices: ColumnProgram) -> bool:
-        """Return whether another layout's program may be tried."""
-        effort, most = self.tried.effort, self.tried.effort.programs
-        if choices.is_too_much(effort.actions, effort.columns):
-            return False
-        return (choices.size <= FEW_COLUMNS or most > 1) and self.tried.try_one(PROGRAMS, most)
-
 
 class _LayoutSearch:
     """One layout: its least simulated step, as far as effort goes, and its best plan."""
@@ -506,25 +496,9 @@ class _LayoutSearch:
             low_s = space.whole_s(layout, choices, self._limit_s, self._try)
             if choices.is_solved or low_s >= self._limit_s:
                 return low_s
-            low_s = max(low_s, choices.cut_s(self._limit_s))
-            if low_s >= self._limit_s:
-                return low_s
         low_s = max(low_s, self.near_s())
         self.improve(columns, MOST_MOVES)
-        if low_s >= self._limit_s or choices is None or not space.may_program(choices):
-            return low_s
-        effort = space.tried.effort
-        return max(
-            low_s,
-            choices.optimum(
-                self._limit_s,
-                self._try,
-                actions=effort.actions,
-                nodes=effort.nodes,
-                most_columns=effort.columns,
-                iterations=effort.mixed_iterations,
-            ),
-        )
+        return low_s
 
     def improve(self, columns: Sequence[Columns], most: int) -> None:
         """Let single entries move while the best split simulates faster, for `most` trials.

@@ -72,7 +72,9 @@ def test_ways_within_limits_are_those_of_all_ways(seed: int) -> None:
     assert listed is not None
     within = [way for way, seconds in zip(ways, sums_s, strict=True) if (seconds <= limits_s).all()]
     assert within
-    assert sorted(map(tuple, listed.tolist())) == sorted(within)
+    found, seconds = listed
+    assert sorted(map(tuple, found.tolist())) == sorted(within)
+    assert pytest.approx(np.array([each_s[:, way].sum(axis=1) for way in found])) == seconds.T
 
 
 def test_no_ways_are_listed_where_they_are_too_many_and_none_within_too_little() -> None:
@@ -82,4 +84,4 @@ def test_no_ways_are_listed_where_they_are_too_many_and_none_within_too_little()
 
     assert labels.within(np.array([np.inf]), most=10) is None
     nothing = labels.within(labels.least_s() * 0.99)
-    assert nothing is not None and len(nothing) == 0
+    assert nothing is not None and len(nothing[0]) == 0
