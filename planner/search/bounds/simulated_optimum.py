@@ -298,7 +298,7 @@ class ColumnProgram:
             paths_s = (sums_s + waiting_s[:, None]).max(axis=0, initial=0.0) + once_s
             least_s, way = self._least_way(ways, paths_s, upper_s, known)
             low_s = max(low_s, least_s * (1 - SETTLED))
-            self.is_solved = way is None
+            self.is_solved = way is None and upper_s == limit_s
             if way is not None and tried is not None:
                 split = split_of_columns(way, self._columns, self.placed, self._read)
                 self.is_solved = tried(split) <= least_s * (1 + CLOSE)
@@ -312,10 +312,11 @@ class ColumnProgram:
         if not self._rows:
             return np.ones(len(ways), dtype=bool)
         sizes = self._sizes[self.placed.end[ways]] - self._sizes[self.placed.first[ways]]
-        rows = np.array(self._rows)
-        within = (sizes[:, None] >= rows[..., 0]) & (sizes[:, None] <= rows[..., 1])
-        is_in_rows: NDArray[np.bool_] = within.all(axis=2).any(axis=1)
-        return is_in_rows
+        within = np.zeros(len(ways), dtype=bool)
+        for row in self._rows:
+            fewest, most = np.array(row).T
+            within |= ((sizes >= fewest) & (sizes <= most)).all(axis=1)
+        return within
 
     def _least_way(
         self, ways: Indices, least_s: Floats, limit_s: float, known: list[PathWeights]
