@@ -69,7 +69,7 @@ ROUND = 4
 """Multiple of the iterations of all rounds that a single round may take."""
 MOST_MEANS = 2
 """Means of paths of a timetable that come from programs of their own."""
-MOST_KNOWN = 24
+MOST_PATHS = 24
 """Means and paths of a timetable that ways are listed by."""
 TRIES = 6
 """Limits by which the ways of a layout are listed, where they are many."""
@@ -257,7 +257,7 @@ class ColumnProgram:
     def whole_s(
         self,
         limit_s: float,
-        known: list[PathWeights],
+        means: list[PathWeights],
         tried: Callable[[Any], float] | None = None,
         *,
         actions: int,
@@ -266,25 +266,25 @@ class ColumnProgram:
     ) -> float:
         """Return seconds that no way of whole columns simulates below, or `limit_s` if less.
 
-        By the means of paths that are `known`, of mixed columns if none is, all ways within the
+        By the means of paths that are known, of mixed columns if none is, all ways within the
         limit are listed and simulated (`planner.search.bounds.whole_ways`); the paths of the least
         are added.  It is a plan that is `tried`, where columns are what ranks hold; `is_solved` if
         it takes that, or there is none.  Where ways are too many those within a lower limit are
         listed.  The program's limits are those of `mixed_s`.
         """
-        if not known:
+        if not means:
             if self.is_too_much(actions, RELAXED_COLUMNS * most_columns):
                 return 0.0
             program = self._program()
             mixed_s = program.solve(limit_s, None, 0, RELAXED * iterations)
-            known += program.weights()
-            if mixed_s >= limit_s or not known:
+            means += program.weights()
+            if mixed_s >= limit_s or not means:
                 return mixed_s
         once_s = self._least_update_s + self._step_s
         low_s, upper_s = 0.0, limit_s
         for _ in range(TRIES):
-            each_s = np.array([self._path_s(weights) for weights in known])
-            waiting_s = self._transfer_s * np.array([weights.hops.sum() for weights in known])
+            each_s = np.array([self._path_s(weights) for weights in means])
+            waiting_s = self._transfer_s * np.array([weights.hops.sum() for weights in means])
             labels = WayLabels(self.placed, self._layout.pipeline, each_s)
             listed = labels.within(upper_s * (1 + SLACK) - once_s - waiting_s)
             if listed is None:
@@ -296,7 +296,7 @@ class ColumnProgram:
             if upper_s == limit_s:
                 self._spans = self._spans_of(np.unique(ways))
             paths_s = (sums_s + waiting_s[:, None]).max(axis=0, initial=0.0) + once_s
-            least_s, way = self._least_way(ways, paths_s, upper_s, known)
+            least_s, way = self._least_way(ways, paths_s, upper_s, means)
             low_s = max(low_s, least_s * (1 - SETTLED))
             self.is_solved = way is None and upper_s == limit_s
             if way is not None and tried is not None:
@@ -319,7 +319,7 @@ class ColumnProgram:
         return within
 
     def _least_way(
-        self, ways: Indices, least_s: Floats, limit_s: float, known: list[PathWeights]
+        self, ways: Indices, least_s: Floats, limit_s: float, means: list[PathWeights]
     ) -> tuple[float, Indices | None]:
         """Return the least simulated step of some ways and whose it is, if it is below a limit.
 
@@ -348,8 +348,8 @@ class ColumnProgram:
                 int(lasts_s[:, at].argmax()), ends_s[:, at].tolist(), transfer_s[:, at].tolist()
             )
             weights = weights_of(path, layout.pipeline)
-            if len(known) < MOST_KNOWN:
-                known.append(weights)
+            if len(means) < MOST_PATHS:
+                means.append(weights)
             path_s = self._path_s(weights)[ways].sum(axis=1) + placed.update_s[ways].max(axis=1)
             path_s += weights.hops.sum() * self._transfer_s + self._step_s
             least_s = np.maximum(least_s[TOGETHER:], path_s)
@@ -358,7 +358,7 @@ class ColumnProgram:
     def mixed_s(
         self,
         limit_s: float,
-        known: list[PathWeights],
+        means: list[PathWeights],
         *,
         actions: int,
         most_columns: int,
@@ -369,13 +369,13 @@ class ColumnProgram:
         Means of paths that are known may do; that of this layout is added where there are fewer
         than `MOST_MEANS`.  Limits are those of `optimum`, of which this may take a multiple.
         """
-        low_s = max((self.weighted_s(weights) for weights in known), default=0.0)
-        few = len(known) < MOST_MEANS
+        low_s = max((self.weighted_s(weights) for weights in means), default=0.0)
+        few = len(means) < MOST_MEANS
         if low_s >= limit_s or not few or self.is_too_much(actions, RELAXED_COLUMNS * most_columns):
             return low_s
         program = self._program()
         low_s = max(low_s, program.solve(limit_s, None, 0, RELAXED * iterations))
-        known += program.weights()[:1]
+        means += program.weights()[:1]
         return low_s
 
     def is_too_much(self, actions: int, most_columns: int) -> bool:

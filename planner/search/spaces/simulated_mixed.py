@@ -195,7 +195,9 @@ class SimulatedMixed(BySimulation, MixedSpace):
             if choices is None:
                 least_s = max(map(self.split_bound_s, self._problems(layout, any_loss=True)))
                 return least_s + self.step_s(layout)
-            low_s = max(low_s, choices.cut_s(limit_s) if choices.size else limit_s)
+            if not choices.size:
+                return limit_s
+            low_s = max(low_s, low_s or choices.cut_s(limit_s))
             if low_s < limit_s:
                 low_s = max(low_s, self.whole_s(layout, choices, limit_s))
             if low_s >= limit_s:
