@@ -15,7 +15,8 @@ t_z the seconds of its stages,
 Every path is a bound at all stage times (`planner.schedules.steady_state`), so every optimum of
 the program is one of all plans of the layout.  Its solution is a plan, which is simulated: is it as
 fast as the program says, it is the layout's optimum; else its longest paths become rows.  First the
-relaxation is solved that way, where columns may be mixed, then the program with whole ones.
+relaxation is solved that way, where columns may be mixed, then the program with whole ones; or all
+ways of whole columns are listed (`ColumnProgram.whole_s`).
 
 Columns that alone take as long as the plan to beat are left out, and what is found is the least of
 that plan's step and the program's.

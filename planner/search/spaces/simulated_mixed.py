@@ -8,8 +8,9 @@ memory are bounds.
 
 A layout that these leave has its ranks' columns (`planner.search.bounds.simulated_optimum`), one
 for each group that a rank may be on.  A way through them that gives every group as many ranks as it
-has is a split; the least of all by paths is a bound, and so is the program with a row for each
-group. Transfers take what the fastest link between two neighbours takes at least.
+has is a split; the least of all by paths is a bound.  First there is one column for all that a rank
+may hold between two places, of whatever loss, over the fastest link; then those of the places that
+are left, and the least of their ways is the layout's optimum (`ColumnProgram.whole_s`).
 
 Every split that is met on the way is simulated.
 """
