@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 from meshwright.planner.documents.tolerances import ROUNDING, SETTLED, SLACK
 from meshwright.planner.schedules.schedule import rank_of_stage
 from meshwright.planner.schedules.steady_state import KINDS, Graph, Path, graph_of
-from meshwright.planner.search.bounds.simulated_cuts import Placed, Ways, cuts_bound_s, rank_ways
+from meshwright.planner.search.bounds.simulated_cuts import Placed, cuts_bound_s, rank_ways
 from meshwright.planner.search.bounds.simulated_step import hidden_s
 from meshwright.planner.search.bounds.whole_ways import WayLabels
 from meshwright.planner.search.partition.rank_partition import RankProblem
@@ -68,14 +68,12 @@ MOST_ROUNDS = 60
 MOST_ITERATIONS = 1 << 30
 ROUND = 4
 """Multiple of the iterations of all rounds that a single round may take."""
-MOST_MEANS = 2
-"""Means of paths of a timetable that come from programs of their own."""
 MOST_PATHS = 24
 """Means and paths of a timetable that ways are listed by."""
 TRIES = 6
 """Limits by which the ways of a layout are listed, where they are many."""
-TOGETHER = 256
-"""Ways that are simulated at once."""
+TOGETHER, NODES, ROUNDS = 256, 2_000_000, 20
+"""Ways that are simulated at once, fewer if they have more actions together, and how often."""
 RELAXED_COLUMNS, RELAXED = 2, 4
 """Multiples of a program's columns, and of its iterations, that a relaxation may have."""
 STALLED, LITTLE = 6, 0.1
@@ -231,13 +229,6 @@ class ColumnProgram:
         low_s = cuts_bound_s(self._layout, columns, self._transfer_s, limit_s - self._step_s)
         return min(limit_s, low_s + self._step_s)
 
-    def weighted_s(self, weights: PathWeights) -> float:
-        """Return the least of all cuts by one mean of paths."""
-        each_s, ways = self._path_s(weights), Ways(self.placed, self._layout.pipeline)
-        [least_s] = ways.least_s(1, lambda _, columns, before_s: before_s + each_s[columns])
-        waiting_s = float(weights.hops.sum()) * self._transfer_s
-        return (float(least_s) + waiting_s) * (1 - CLOSE) + self._least_update_s + self._step_s
-
     def _path_s(self, weights: PathWeights) -> Floats:
         """[column] Its seconds in a mean of paths, without what transfers take at least."""
         placed = self.placed
@@ -271,7 +262,7 @@ class ColumnProgram:
         limit are listed and simulated (`planner.search.bounds.whole_ways`); the paths of the least
         are added.  It is a plan that is `tried`, where columns are what ranks hold; `is_solved` if
         it takes that, or there is none.  Where ways are too many those within a lower limit are
-        listed.  The program's limits are those of `mixed_s`.
+        listed.  Limits are those of `optimum`, of which the relaxation may take a multiple.
         """
         if not means:
             if self.is_too_much(actions, RELAXED_COLUMNS * most_columns):
@@ -299,7 +290,7 @@ class ColumnProgram:
             paths_s = (sums_s + waiting_s[:, None]).max(axis=0, initial=0.0) + once_s
             least_s, way = self._least_way(ways, paths_s, upper_s, means)
             low_s = max(low_s, least_s * (1 - SETTLED))
-            self.is_solved = way is None and upper_s == limit_s
+            self.is_solved = way is None and least_s == limit_s
             if way is not None and tried is not None:
                 split = split_of_columns(way, self._columns, self.placed, self._read)
                 self.is_solved = tried(split) <= least_s * (1 + CLOSE)
@@ -322,7 +313,7 @@ class ColumnProgram:
     def _least_way(
         self, ways: Indices, least_s: Floats, limit_s: float, means: list[PathWeights]
     ) -> tuple[float, Indices | None]:
-        """Return the least simulated step of some ways and whose it is, if it is below a limit.
+        """Return what no way simulates below, or a limit, and the fastest way that is below it.
 
         `least_s` [way] is what they take at least.
         """
@@ -331,17 +322,20 @@ class ColumnProgram:
         placed, layout = self.placed, self._layout
         graph, behind = graph_of_layout(layout), hops_behind(layout)
         best_s, best = limit_s, None
-        while len(ways) and (least_s < best_s).any():
+        together = max(1, min(TOGETHER, NODES // len(graph.nodes)))
+        for _ in range(ROUNDS):
             order = np.argsort(least_s, kind="stable")
             order = order[least_s[order] < best_s]
             ways, least_s = ways[order], least_s[order]
-            some, ways = ways[:TOGETHER], ways[TOGETHER:]
+            if not len(ways):
+                break
+            some, ways = ways[:together], ways[together:]
             seconds = placed.seconds[some].sum(axis=1).reshape(len(some), -1).T
             transfer_s = self._transfer_s + behind.T @ placed.hop_s[some].T
             ends_s = graph.longest_of_many(np.ascontiguousarray(seconds), transfer_s)
             lasts_s = ends_s[list(graph.ends)] + placed.sync_s[some].T
             simulated_s = lasts_s.max(axis=0) + placed.update_s[some].max(axis=1) + self._step_s
-            simulated_s = np.maximum(simulated_s, least_s[:TOGETHER])
+            simulated_s = np.maximum(simulated_s, least_s[:together])
             at = int(simulated_s.argmin())
             if simulated_s[at] < best_s:
                 best_s, best = float(simulated_s[at]), some[at]
@@ -353,31 +347,8 @@ class ColumnProgram:
                 means.append(weights)
             path_s = self._path_s(weights)[ways].sum(axis=1) + placed.update_s[ways].max(axis=1)
             path_s += weights.hops.sum() * self._transfer_s + self._step_s
-            least_s = np.maximum(least_s[TOGETHER:], path_s)
-        return best_s, best
-
-    def mixed_s(
-        self,
-        limit_s: float,
-        means: list[PathWeights],
-        *,
-        actions: int,
-        most_columns: int,
-        iterations: int,
-    ) -> float:
-        """Return seconds that no mixture of columns simulates below.
-
-        Means of paths that are known may do; that of this layout is added where there are fewer
-        than `MOST_MEANS`.  Limits are those of `optimum`, of which this may take a multiple.
-        """
-        low_s = max((self.weighted_s(weights) for weights in means), default=0.0)
-        few = len(means) < MOST_MEANS
-        if low_s >= limit_s or not few or self.is_too_much(actions, RELAXED_COLUMNS * most_columns):
-            return low_s
-        program = self._program()
-        low_s = max(low_s, program.solve(limit_s, None, 0, RELAXED * iterations))
-        means += program.weights()[:1]
-        return low_s
+            least_s = np.maximum(least_s[together:], path_s)
+        return min(best_s, float(least_s.min(initial=np.inf))), best
 
     def is_too_much(self, actions: int, most_columns: int) -> bool:
         """Return whether the step has more actions than that, or the program more columns."""
