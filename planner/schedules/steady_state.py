@@ -569,6 +569,21 @@ class Graph:
             ends.append(now + seconds[cost])
         return ends
 
+    def longest_of_many(
+        self, seconds: NDArray[np.float64], transfer_s: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """[node, step] The same of several steps: `seconds` [kind and stage, step] and transfers
+        [boundary, step]."""
+        steps = seconds.shape[1]
+        delays, none = np.vstack([transfer_s, np.zeros((1, steps))]), np.zeros(steps)
+        ends_s = np.empty((len(self.nodes), steps))
+        for at, (cost, rank, source, boundary) in enumerate(self.nodes):
+            now = ends_s[rank] if rank >= 0 else none
+            if source >= 0:
+                now = np.maximum(now, ends_s[source] + delays[boundary])
+            np.add(now, seconds[cost], out=ends_s[at])
+        return ends_s
+
     def path(self, rank: int, ends_s: Sequence[float], transfer_s: Sequence[float]) -> Path:
         """Return a longest path to the end of a rank, by what `longest` returned."""
         delays = [*transfer_s, 0.0]

@@ -100,7 +100,7 @@ def search(
         both within memory, one layout      Candidates.memory_s
         dominance by another layout         Candidates.dominator
         simulated step, one layout          SimulatedCandidates.memory_s, within_memory_s
-        simulated step, all its cuts        ColumnProgram.cut_s, mixed_s, optimum
+        simulated step, all its cuts        ColumnProgram.cut_s, whole_s, optimum
 
     The search stops when the lowest bound cannot beat the incumbent, or its effort is spent; the
     certificate has the lowest bound that is left.

@@ -108,6 +108,7 @@ class GroupCandidates:
         """
         families, why = self._families
         refused.update(why)
+        self.know_passes(family.first for family in families)
         for family in families:
             yield self.computation_s(family.first), family
 
@@ -295,10 +296,7 @@ class GroupCandidates:
 
     def passes_s(self, layout: Layout) -> tuple[Floats, Floats]:
         """[group, kind] Least seconds of a micro-batch with nothing shared, and least credits."""
-        if not self._known_s:
-            self._work_out([family.first for family in self._families[0]] or [layout])
-        if _computation_key(layout) not in self._known_s:
-            self._work_out([layout])
+        self.know_passes([layout])
         return self._known_s[_computation_key(layout)]
 
     def know_passes(self, layouts: Iterable[Layout]) -> None:

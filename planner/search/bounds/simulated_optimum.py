@@ -15,7 +15,8 @@ t_z the seconds of its stages,
 Every path is a bound at all stage times (`planner.schedules.steady_state`), so every optimum of
 the program is one of all plans of the layout.  Its solution is a plan, which is simulated: is it as
 fast as the program says, it is the layout's optimum; else its longest paths become rows.  First the
-relaxation is solved that way, where columns may be mixed, then the program with whole ones.
+relaxation is solved that way, where columns may be mixed, then the program with whole ones; or all
+ways of whole columns are listed (`ColumnProgram.whole_s`).
 
 Columns that alone take as long as the plan to beat are left out, and what is found is the least of
 that plan's step and the program's.
@@ -34,11 +35,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.planner.documents.tolerances import ROUNDING
+from meshwright.planner.documents.tolerances import ROUNDING, SETTLED, SLACK
 from meshwright.planner.schedules.schedule import rank_of_stage
 from meshwright.planner.schedules.steady_state import KINDS, Graph, Path, graph_of
-from meshwright.planner.search.bounds.simulated_cuts import Placed, Ways, cuts_bound_s, rank_ways
+from meshwright.planner.search.bounds.simulated_cuts import Placed, cuts_bound_s, rank_ways
 from meshwright.planner.search.bounds.simulated_step import hidden_s
+from meshwright.planner.search.bounds.whole_ways import WayLabels
 from meshwright.planner.search.partition.rank_partition import RankProblem
 from meshwright.planner.solver.bounds.downsets import Downsets, Prefixes
 from meshwright.planner.solver.chain import with_allowed_options
@@ -62,14 +64,18 @@ MOST_EXACT = 20_000
 """Most ways to choose options on a rank of which the fastest within its bytes is looked for."""
 FIRST_WAYS = (1, 16, 64, 256)
 """Number of the fastest of them that are looked at first, then those up to the next number."""
-TOGETHER = 32
+COMPARED = 32
 """Choices of all but the main kind that are compared at once."""
 MOST_ROUNDS = 60
 MOST_ITERATIONS = 1 << 30
 ROUND = 4
 """Multiple of the iterations of all rounds that a single round may take."""
-MOST_MEANS = 2
-"""Means of paths of a timetable that come from programs of their own."""
+MOST_PATHS = 24
+"""Means and paths of a timetable that ways are listed by."""
+TRIES = 6
+"""Limits by which the ways of a layout are listed, where they are many."""
+TOGETHER, NODES, ROUNDS = 256, 2_000_000, 20
+"""Ways that are simulated at once, fewer if they have more actions together, and how often."""
 RELAXED_COLUMNS, RELAXED = 2, 4
 """Multiples of a program's columns, and of its iterations, that a relaxation may have."""
 STALLED, LITTLE = 6, 0.1
@@ -143,6 +149,8 @@ class CutPoints:
         return order, (0, *itertools.accumulate(map(len, stages)))
 
 
+Spans = set[tuple[int, int, int, int]]
+"""Rank, first place, end and type of columns."""
 Links = Sequence[Sequence[Floats]]
 """[type before][type after][place] Seconds of a transfer there; none is below that of the costs."""
 Read = Callable[[Sequence[int], Sequence[int], Sequence[int]], Any]
@@ -181,17 +189,23 @@ class ColumnProgram:
         self._rows = listed[0].instance.sizes
         self._sizes = np.repeat(listed[0].places.sizes, placed.joints)
         self._step_s, self._transfer_s = listed[0].costs.step_s, hidden_s(listed[0].costs)
+        self._spans: Spans | None = None
+        """Of the columns of all ways within a limit, where those were listed."""
+        self.is_solved = False
 
     @property
     def size(self) -> int:
         """Number of columns."""
         return len(self._columns)
 
-    def feasible_spans(self, limit_s: float) -> set[tuple[int, int, int, int]]:
-        """Return rank, first place, end and type of columns on a way of ranks within a limit.
+    def feasible_spans(self, limit_s: float) -> Spans:
+        """Return the spans of columns on a way of ranks within a limit.
 
-        A rank takes no longer than a step: T >= m t_r + σ_r.
+        Those of all ways, where they were listed (`whole_s`), by a limit no lower.  Else a rank
+        takes no longer than a step: T >= m t_r + σ_r.
         """
+        if self._spans is not None:
+            return self._spans
         placed, count = self.placed, self._layout.micro_batches
         alone_s = count * placed.passes_s() + placed.sync_s
         is_within = alone_s <= (limit_s - self._step_s) * (1 + ROUNDING)
@@ -202,7 +216,13 @@ class ColumnProgram:
         for rank in range(self._layout.pipeline - 2, -1, -1):
             following = firsts[is_within & (placed.rank == rank + 1)]
             is_within &= (placed.rank != rank) | np.isin(ends, following)
-        every = np.stack([placed.rank, firsts, ends, placed.number], axis=1)[is_within]
+        return self._spans_of(np.flatnonzero(is_within))
+
+    def _spans_of(self, columns: Indices) -> Spans:
+        """Return rank, first place, end and type of columns."""
+        placed = self.placed
+        places = placed.first // placed.joints, placed.end // placed.joints
+        every = np.stack([placed.rank, *places, placed.number], axis=1)[columns]
         return set(map(tuple, every.tolist()))
 
     def cut_s(self, limit_s: float) -> float:
@@ -211,43 +231,126 @@ class ColumnProgram:
         low_s = cuts_bound_s(self._layout, columns, self._transfer_s, limit_s - self._step_s)
         return min(limit_s, low_s + self._step_s)
 
-    def weighted_s(self, weights: PathWeights) -> float:
-        """Return the least of all cuts by one mean of paths."""
-        placed, layout = self.placed, self._layout
+    def _path_s(self, weights: PathWeights) -> Floats:
+        """[column] Its seconds in a mean of paths, without what transfers take at least."""
+        placed = self.placed
         each_s = placed.visited_s(weights.visits)
         each_s += weights.ends[placed.rank] * placed.sync_s
-        each_s += (hops_behind(layout) @ weights.hops)[placed.rank] * placed.hop_s
-        ways = Ways(placed, layout.pipeline)
-        [least_s] = ways.least_s(1, lambda _, columns, before_s: before_s + each_s[columns])
-        update_s = max(
-            float(placed.update_s[placed.rank == rank].min(initial=np.inf))
-            for rank in range(layout.pipeline)
-        )
-        waiting_s = float(weights.hops.sum()) * self._transfer_s
-        return (float(least_s) + waiting_s) * (1 - CLOSE) + update_s + self._step_s
+        each_s += (hops_behind(self._layout) @ weights.hops)[placed.rank] * placed.hop_s
+        return each_s
 
-    def mixed_s(
+    @cached_property
+    def _least_update_s(self) -> float:
+        """Least seconds of the slowest optimizer of all ranks."""
+        placed = self.placed
+        return max(
+            float(placed.update_s[placed.rank == rank].min(initial=np.inf))
+            for rank in range(self._layout.pipeline)
+        )
+
+    def whole_s(
         self,
         limit_s: float,
-        known: list[PathWeights],
+        means: list[PathWeights],
+        tried: Callable[[Any], float] | None = None,
         *,
         actions: int,
         most_columns: int,
         iterations: int,
     ) -> float:
-        """Return seconds that no mixture of columns simulates below.
+        """Return seconds that no way of whole columns simulates below, or `limit_s` if less.
 
-        Means of paths that are known may do; that of this layout is added where there are fewer
-        than `MOST_MEANS`.  Limits are those of `optimum`, of which this may take a multiple.
+        By the means of paths that are known, of mixed columns if none is, all ways within the
+        limit are listed and simulated (`planner.search.bounds.whole_ways`); the paths of the least
+        are added.  It is a plan that is `tried`, where columns are what ranks hold; `is_solved` if
+        it takes that, or there is none.  Where ways are too many those within a lower limit are
+        listed.  Limits are those of `optimum`, of which the relaxation may take a multiple.
         """
-        low_s = max((self.weighted_s(weights) for weights in known), default=0.0)
-        few = len(known) < MOST_MEANS
-        if low_s >= limit_s or not few or self.is_too_much(actions, RELAXED_COLUMNS * most_columns):
-            return low_s
-        program = self._program()
-        low_s = max(low_s, program.solve(limit_s, None, 0, RELAXED * iterations))
-        known += filter(None, [program.weights()])
-        return low_s
+        if not means:
+            if self.is_too_much(actions, RELAXED_COLUMNS * most_columns):
+                return 0.0
+            program = self._program()
+            mixed_s = program.solve(limit_s, None, 0, RELAXED * iterations)
+            means += program.weights()
+            if mixed_s >= limit_s or not means:
+                return mixed_s
+        once_s = self._least_update_s + self._step_s
+        low_s, upper_s = 0.0, limit_s
+        for _ in range(TRIES):
+            each_s = np.array([self._path_s(weights) for weights in means])
+            waiting_s = self._transfer_s * np.array([weights.hops.sum() for weights in means])
+            labels = WayLabels(self.placed, self._layout.pipeline, each_s)
+            listed = labels.within(upper_s * (1 + SLACK) - once_s - waiting_s)
+            if listed is None:
+                least_s = (labels.least_s() + waiting_s).max() * (1 - SLACK) + once_s
+                low_s = max(low_s, float(least_s))
+                upper_s = (low_s + upper_s) / 2
+                continue
+            ways, sums_s = listed
+            if upper_s == limit_s:
+                self._spans = self._spans_of(np.unique(ways))
+            paths_s = (sums_s + waiting_s[:, None]).max(axis=0, initial=0.0) + once_s
+            least_s, way = self._least_way(ways, paths_s, upper_s, means)
+            low_s = max(low_s, least_s * (1 - SETTLED))
+            self.is_solved = way is None and least_s == limit_s
+            if way is not None and tried is not None:
+                split = split_of_columns(way, self._columns, self.placed, self._read)
+                self.is_solved = tried(split) <= least_s * (1 + CLOSE)
+            if way is not None or upper_s == limit_s:
+                break
+            upper_s = limit_s
+        return min(limit_s, low_s)
+
+    def _is_in_rows(self, ways: Indices) -> NDArray[np.bool_]:
+        """[way] Whether the numbers of layers of its ranks are as some row says."""
+        if not self._rows:
+            return np.ones(len(ways), dtype=bool)
+        sizes = self._sizes[self.placed.end[ways]] - self._sizes[self.placed.first[ways]]
+        within = np.zeros(len(ways), dtype=bool)
+        for row in self._rows:
+            fewest, most = np.array(row).T
+            within |= ((sizes >= fewest) & (sizes <= most)).all(axis=1)
+        return within
+
+    def _least_way(
+        self, ways: Indices, least_s: Floats, limit_s: float, means: list[PathWeights]
+    ) -> tuple[float, Indices | None]:
+        """Return what no way simulates below, or a limit, and the fastest way that is below it.
+
+        `least_s` [way] is what they take at least.
+        """
+        is_in_rows = self._is_in_rows(ways)
+        ways, least_s = ways[is_in_rows], least_s[is_in_rows]
+        placed, layout = self.placed, self._layout
+        graph, behind = graph_of_layout(layout), hops_behind(layout)
+        best_s, best = limit_s, None
+        together = max(1, min(TOGETHER, NODES // len(graph.nodes)))
+        for _ in range(ROUNDS):
+            order = np.argsort(least_s, kind="stable")
+            order = order[least_s[order] < best_s]
+            ways, least_s = ways[order], least_s[order]
+            if not len(ways):
+                break
+            some, ways = ways[:together], ways[together:]
+            seconds = placed.seconds[some].sum(axis=1).reshape(len(some), -1).T
+            transfer_s = self._transfer_s + behind.T @ placed.hop_s[some].T
+            ends_s = graph.longest_of_many(np.ascontiguousarray(seconds), transfer_s)
+            lasts_s = ends_s[list(graph.ends)] + placed.sync_s[some].T
+            simulated_s = lasts_s.max(axis=0) + placed.update_s[some].max(axis=1) + self._step_s
+            simulated_s = np.maximum(simulated_s, least_s[:together])
+            at = int(simulated_s.argmin())
+            if simulated_s[at] < best_s:
+                best_s, best = float(simulated_s[at]), some[at]
+            path = graph.path(
+                int(lasts_s[:, at].argmax()), ends_s[:, at].tolist(), transfer_s[:, at].tolist()
+            )
+            weights = weights_of(path, layout.pipeline)
+            if len(means) < MOST_PATHS:
+                means.append(weights)
+            path_s = self._path_s(weights)[ways].sum(axis=1) + placed.update_s[ways].max(axis=1)
+            path_s += weights.hops.sum() * self._transfer_s + self._step_s
+            least_s = np.maximum(least_s[together:], path_s)
+        return min(best_s, float(least_s.min(initial=np.inf))), best
 
     def is_too_much(self, actions: int, most_columns: int) -> bool:
         """Return whether the step has more actions than that, or the program more columns."""
@@ -336,24 +439,22 @@ def choices_of(
     read: Read,
     *,
     fastest_only: bool = False,
-    among: ColumnProgram | None = None,
+    within: Spans | None = None,
     most_columns: int = MOST_COLUMNS,
 ) -> ColumnProgram | None:
     """Return what ranks may hold on every type; None where that is too much.
 
     `of_types` and `numbers` [type] are its columns and how many ranks it has.  With `fastest_only`
     there is one column for all that begin and end alike, no slower than any: within memory by sums
-    of bytes, or, `among` those, by the bytes that a rank holds.
+    of bytes, or, `within` spans that are known, by the bytes that a rank holds.
     On its type a rank's layers take at most as long as the limit leaves, at their fastest; those
     behind it do on whichever type is the fastest.  Of a graph, whose places are many, what ranks
     may hold is between places of such columns (`feasible_spans`).
     """
-    some, within = of_types[0], None
-    if not fastest_only and not some.places.alike:
+    some, exact = of_types[0], within is not None
+    if not fastest_only and not some.places.alike and within is None:
         loose = choices_of(layout, of_types, numbers, links, limit_s, read, fastest_only=True)
         within = None if loose is None else loose.feasible_spans(limit_s)
-    if among is not None:
-        within = among.feasible_spans(limit_s)
     stages, places, ranks = some.instance.stages, some.places, layout.pipeline
     most_s = (limit_s - some.costs.step_s) / layout.micro_batches * (1 + ROUNDING)
     own_s = [table.fastest_s for table in of_types]
@@ -386,7 +487,7 @@ def choices_of(
                 if within is not None and (rank, first, end, number) not in within:
                     continue
                 options = of_types[number].columns_between(
-                    rank, first, end, fastest_only=fastest_only, exact=among is not None
+                    rank, first, end, fastest_only=fastest_only, exact=exact
                 )
                 if options is None or len(columns) + len(options) > most_columns:
                     return None
@@ -739,8 +840,8 @@ class Columns:
             for beside in numbers
         ]
         every = np.array(sums).T[:, :, None]
-        for first in range(0, len(sums), TOGETHER):
-            some = every[:, first : first + TOGETHER]
+        for first in range(0, len(sums), COMPARED):
+            some = every[:, first : first + COMPARED]
             _, _, passes_s, able = self._ways_beside(rank, most, some, worth[most[0]])
             least_s = min(least_s, float(passes_s.min(initial=math.inf, where=able)))
         return least_s
@@ -1070,6 +1171,16 @@ def _falling(most: int, count: int) -> Iterator[tuple[int, ...]]:
             yield (first, *rest)
 
 
+def graph_of_layout(layout: Layout) -> Graph:
+    """Return the graph of a layout's step."""
+    return graph_of(
+        layout.executed_schedule.name,
+        stages=layout.stages,
+        micro_batches=layout.micro_batches,
+        virtual_stages=layout.virtual_stages,
+    )
+
+
 def hops_behind(layout: Layout) -> Floats:
     """[rank, boundary] 1 if the boundary lies between the rank and the next."""
     home = rank_of_stage(
@@ -1110,12 +1221,7 @@ class Program:
         self._behind = hops_behind(layout)
         self._paths: list[tuple[int, Path]] = []
         """Paths with their rows."""
-        self._graph: Graph = graph_of(
-            layout.executed_schedule.name,
-            stages=layout.stages,
-            micro_batches=layout.micro_batches,
-            virtual_stages=layout.virtual_stages,
-        )
+        self._graph = graph_of_layout(layout)
         self._placed = placed
         self._rank, self._seconds = placed.rank, placed.seconds
         if placed.more_s.any():  # where paths are looked for, it is a part of all backwards
@@ -1269,22 +1375,24 @@ class Program:
                     return low_s
         return low_s
 
-    def weights(self) -> PathWeights | None:
-        """Return the mean of paths that bounds mixed columns, by the weights of the last round."""
+    def weights(self) -> list[PathWeights]:
+        """Return the mean of paths that bounds mixed columns, by the weights of the last round.
+
+        And those of the paths in it.
+        """
         duals = np.array(self._highs.getSolution().row_dual)
-        shares = np.array(
-            [max(0.0, duals[row]) if row < len(duals) else 0.0 for row, _ in self._paths]
+        weighed = [(duals[row], path) for row, path in self._paths if row < len(duals)]
+        every = [
+            (share, weights_of(path, self._layout.pipeline)) for share, path in weighed if share > 0
+        ]
+        total = sum(share for share, _ in every)
+        visits, hops, ends = (
+            sum(share / total * getattr(weights, figures) for share, weights in every)
+            for figures in ("visits", "hops", "ends")
         )
-        if shares.sum() <= 0.0:
-            return None
-        shares /= shares.sum()
-        ends = np.zeros(self._layout.pipeline)
-        np.add.at(ends, [path.rank for _, path in self._paths], shares)
-        visits = sum(
-            share * path.visits for share, (_, path) in zip(shares, self._paths, strict=True)
+        return (
+            [PathWeights(visits, hops, ends), *(weights for _, weights in every)] if every else []
         )
-        hops = sum(share * path.hops for share, (_, path) in zip(shares, self._paths, strict=True))
-        return PathWeights(np.asarray(visits), np.asarray(hops), ends)
 
     def _units(self, limit_s: float) -> float:
         """Return what θ + ω is of a step of some seconds, at most."""
@@ -1324,9 +1432,21 @@ class Program:
         """Return the split that whole columns make."""
         chosen = np.flatnonzero(values[: len(self._columns)] > 0.5)
         chosen = chosen[np.argsort(self._rank[chosen])]
-        options = [option for at in chosen.tolist() for option in self._columns[at].options]
-        ends = (self._placed.end[chosen] // self._placed.joints).tolist()
-        return self._read(self._placed.number[chosen].tolist(), (0, *ends), options)
+        return split_of_columns(chosen, self._columns, self._placed, self._read)
+
+
+def split_of_columns(
+    chosen: Indices, columns: Sequence[RankColumn], placed: Placed, read: Read
+) -> Any:
+    """Return the split of the columns that are chosen, one for each rank."""
+    options = [option for at in chosen.tolist() for option in columns[at].options]
+    ends = (placed.end[chosen] // placed.joints).tolist()
+    return read(placed.number[chosen].tolist(), (0, *ends), options)
+
+
+def weights_of(path: Path, ranks: int) -> PathWeights:
+    """Return a path as a mean of one."""
+    return PathWeights(path.visits, path.hops, np.arange(ranks) == path.rank)
 
 
 def _ones(at: NDArray[np.intp]) -> tuple[list[int], list[float]]:

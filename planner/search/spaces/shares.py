@@ -27,6 +27,7 @@ from meshwright.planner.costs.memory.host_memory import host_room_bytes
 from meshwright.planner.costs.memory.rank_memory import room_bytes
 from meshwright.planner.costs.predict import predict
 from meshwright.planner.documents.plan import Layout, Share
+from meshwright.planner.documents.tolerances import SLACK
 from meshwright.planner.frameworks.native_limits import refusal
 from meshwright.planner.schedules import PLAIN
 from meshwright.planner.search.goals import SplitSolution
@@ -113,9 +114,11 @@ class ShareSpace(GroupSpace):
         return next(filter(None, refusals), None)
 
     def bundles(self, _: Counter[str]) -> Iterator[tuple[float, LayoutBatch]]:
-        """Yield every layout that keeps what the user fixed, each by itself."""
-        for layout in filter(self.pins.allow, self._every_layout()):
-            yield 0.0, LayoutBatch((layout,))
+        """Yield every layout that keeps what the user fixed, each by itself, with computation."""
+        layouts = list(filter(self.pins.allow, self._every_layout()))
+        self.candidates.know_passes(layouts)
+        for layout in layouts:
+            yield self.computation_s(layout), LayoutBatch((layout,))
 
     def _every_layout(self) -> Iterator[Layout]:
         """`micro_batches` is the mean share, rounded up."""
@@ -161,6 +164,14 @@ class ShareSpace(GroupSpace):
         if layout.zero and layout.offload == "parameters":
             return "ranks that divide parameters gather those of hosts in every micro-batch"
         return self.refusal(layout)
+
+    def computation_s(self, layout: Layout) -> float:
+        """Least seconds of a step by layers alone, with the best shares, memory ignored."""
+        groups_s, _ = self.candidates.passes_s(layout)
+        names = [group.name for group in self.cluster.groups]
+        fastest_s = dict(zip(names, (groups_s @ self.candidates.counts).tolist(), strict=True))
+        rank_s = [fastest_s[group] for group in self.groups_of_ranks(layout)]
+        return _end_s(self._shares(layout, rank_s), rank_s) * (1 - SLACK)
 
     def bound_s(self, layout: Layout) -> float:
         """Least seconds of a step, memory ignored."""

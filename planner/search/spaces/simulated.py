@@ -17,12 +17,7 @@ if TYPE_CHECKING:
     from meshwright.planner.search.plan_candidate import Ranked
     from meshwright.planner.search.proof_budget import Effort
 
-FAMILIES, BOUNDED, SOLVED, PROGRAMS = (
-    "timetables of families",
-    "layouts within memory",
-    "layouts solved",
-    "layouts by their programs",
-)
+FAMILIES, BOUNDED, SOLVED = "timetables of families", "layouts within memory", "layouts solved"
 
 
 FEW, PART = 20, 10

@@ -16,8 +16,9 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
@@ -62,8 +63,6 @@ if TYPE_CHECKING:
 WITHIN_MEMORY, CUT, OPTIMUM, SETTLED = range(LAYOUT + 1, LAYOUT + 5)
 """Levels of a layout, by what is known: all of its memory; the least of all cuts by paths that stay
 with a rank; the exact optimum of the bound; that of the simulated step."""
-MIXED_COLUMNS = 250
-"""Most columns of a program of all choices whose relaxation is looked at."""
 NAMES = (
     "configuration groups within memory",
     "parts with sharing",
@@ -223,18 +222,27 @@ class SimulatedChain(Families):
                 break
             found_s = max(found_s, choices.cut_s(limit_s) if choices.size else limit_s)
             if found_s < limit_s and effort.programs:
-                key = fastest_only, timetable(layout), layout.micro_batches, kind(layout)
-                mixed_s = choices.mixed_s(
-                    limit_s,
-                    self._means.setdefault(key, []),
-                    actions=effort.actions,
-                    most_columns=effort.columns if fastest_only else MIXED_COLUMNS,
-                    iterations=effort.iterations,
-                )
-                found_s = max(found_s, mixed_s)
+                found_s = max(found_s, self._whole_s(layout, choices))
             if found_s >= limit_s:
                 return limit_s
         return found_s
+
+    def _whole_s(
+        self,
+        layout: Layout,
+        choices: ColumnProgram,
+        tried: Callable[[Solution], float] | None = None,
+    ) -> float:
+        """Return seconds that no way of whole columns simulates below."""
+        effort, key = self.goal.effort, (timetable(layout), layout.micro_batches, kind(layout))
+        return choices.whole_s(
+            self.goal.limit_s,
+            self._means.setdefault(key, []),
+            tried,
+            actions=effort.actions,
+            most_columns=effort.columns,
+            iterations=effort.iterations,
+        )
 
     def _optimum_s(self, layout: Layout) -> float:
         """Return the least of a layout by its bounds, solved exactly; plans may be found by it."""
@@ -268,14 +276,19 @@ class SimulatedChain(Families):
         if choices is None:
             self._unspend(OPTIMUM, layout)
             return 0.0
-        return choices.optimum(
+        tried = partial(self._try, layout)
+        low_s = self._whole_s(layout, choices, tried) if choices.size else self.goal.limit_s
+        if choices.is_solved or self.goal.exceeds(low_s):
+            return low_s
+        least_s = choices.optimum(
             self.goal.limit_s,
-            lambda solution: self._try(layout, solution),
+            tried,
             actions=effort.actions,
             nodes=effort.nodes,
             most_columns=effort.columns,
             iterations=effort.iterations,
         )
+        return max(low_s, least_s)
 
     def _choices(
         self,

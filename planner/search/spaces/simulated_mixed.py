@@ -8,8 +8,9 @@ memory are bounds.
 
 A layout that these leave has its ranks' columns (`planner.search.bounds.simulated_optimum`), one
 for each group that a rank may be on.  A way through them that gives every group as many ranks as it
-has is a split; the least of all by paths is a bound, and so is the program with a row for each
-group. Transfers take what the fastest link between two neighbours takes at least.
+has is a split; the least of all by paths is a bound.  First there is one column for all that a rank
+may hold between two places, of whatever loss, over the fastest link; then those of the places that
+are left, and the least of their ways is the layout's optimum (`ColumnProgram.whole_s`).
 
 Every split that is met on the way is simulated.
 """
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -41,6 +42,7 @@ from meshwright.planner.search.bounds.simulated_optimum import (
     Links,
     PathWeights,
     RankColumn,
+    Spans,
     choices_of,
 )
 from meshwright.planner.search.bounds.simulated_step import SimulatedCandidates
@@ -56,7 +58,6 @@ from meshwright.planner.search.spaces.mixed import MixedSpace
 from meshwright.planner.search.spaces.simulated import (
     BOUNDED,
     FAMILIES,
-    PROGRAMS,
     SOLVED,
     BySimulation,
     Tried,
@@ -80,8 +81,6 @@ MOST_MOVES = 120
 """Splits near the best of a layout that are simulated."""
 ABOVE = 1.2
 """Largest ratio of the closed form to the simulated step (meshwright.planner.costs.predict)."""
-FEW_COLUMNS = 300
-"""Most columns of programs that are tried where only one may be: larger ones may take seconds."""
 
 Floats = NDArray[np.float64]
 
@@ -99,6 +98,8 @@ class SimulatedMixed(BySimulation, MixedSpace):
         bounds within memory."""
         self._means: dict[tuple[object, ...], list[PathWeights]] = {}
         """Means of paths that bounded a layout of a timetable."""
+        self._spans: dict[Layout, tuple[float, Spans | None]] = {}
+        """Of what ranks may hold within a limit, by a layout of those that differ in the loss."""
         self.closed_form, self.tried, self._unpiped_s = space, tried, closed_form_s * (1 - ROUNDING)
 
     groups = 3
@@ -182,35 +183,47 @@ class SimulatedMixed(BySimulation, MixedSpace):
     def _any_cut_s(self, layout: Layout) -> float:
         """Least seconds of all cuts of the layouts that differ in how they compute the loss alone.
 
-        Ranks have the least that options have: by paths that stay with a rank, with sums of bytes
-        and with the bytes that ranks hold, then by mixtures.
+        Ranks have the least that options have: with sums of bytes, then with the bytes that ranks
+        hold; by paths that stay with a rank, then by all paths.
         Where ranks are not known by themselves the partition problem bounds the splits.
         """
         limit_s = self.tried.goal.limit_s
-        columns = self.columns(layout, limit_s, any_loss=True)
-        choices = None
-        if columns is not None:
-            choices = self.choices(layout, columns, limit_s, fastest_only=True)
-        if columns is None or choices is None:
-            least_s = max(map(self.split_bound_s, self._problems(layout, any_loss=True)))
-            return least_s + self.step_s(layout)
-        low_s = choices.cut_s(limit_s) if choices.size else limit_s
-        if low_s < limit_s:
-            choices = self.choices(layout, columns, limit_s, fastest_only=True, among=choices)
-            assert choices is not None, "there are no more than by sums"
-            low_s = max(low_s, choices.cut_s(limit_s) if choices.size else limit_s)
-        if low_s >= limit_s:
-            return limit_s
-        effort = self.tried.effort
-        key = timetable(layout), layout.micro_batches, kind(layout)
-        mixed_s = choices.mixed_s(
+        columns, spans, low_s = self.columns(layout, limit_s, any_loss=True), None, 0.0
+        for _ in range(2):
+            choices = None
+            if columns is not None:
+                choices = self.choices(layout, columns, limit_s, fastest_only=True, within=spans)
+            if choices is None:
+                least_s = max(map(self.split_bound_s, self._problems(layout, any_loss=True)))
+                return least_s + self.step_s(layout)
+            if not choices.size:
+                return limit_s
+            low_s = max(low_s, low_s or choices.cut_s(limit_s))
+            if low_s < limit_s:
+                low_s = max(low_s, self.whole_s(layout, choices, limit_s))
+            if low_s >= limit_s:
+                return limit_s
+            spans = choices.feasible_spans(limit_s)
+        self._spans[replace(layout, loss=None)] = limit_s, spans
+        return low_s
+
+    def whole_s(
+        self,
+        layout: Layout,
+        choices: ColumnProgram,
+        limit_s: float,
+        tried: Callable[[GraphSolution], float] | None = None,
+    ) -> float:
+        """Return seconds that no way of whole columns simulates below."""
+        effort, key = self.tried.effort, (timetable(layout), layout.micro_batches, kind(layout))
+        return choices.whole_s(
             limit_s,
             self._means.setdefault(key, []),
+            tried,
             actions=effort.actions,
             most_columns=effort.columns,
             iterations=effort.mixed_iterations,
         )
-        return max(low_s, min(mixed_s, limit_s))
 
     def _ordered_s(self, layout: Layout) -> float:
         """Least seconds of a step with whole layers in the best order of groups that differ."""
@@ -386,11 +399,11 @@ class SimulatedMixed(BySimulation, MixedSpace):
         limit_s: float,
         *,
         fastest_only: bool,
-        among: ColumnProgram | None = None,
+        within: Spans | None = None,
     ) -> ColumnProgram | None:
         """Return what ranks may hold on every type; None where that is too much.
 
-        The fastest are within sums of bytes; `among` those, within the bytes that ranks hold.
+        The fastest are within sums of bytes; `within` known spans, within the bytes of ranks.
         """
         numbers = list(self.costs.stages_of(layout).values())
         read = partial(self.read, layout)
@@ -406,21 +419,22 @@ class SimulatedMixed(BySimulation, MixedSpace):
             limit_s,
             read,
             fastest_only=fastest_only,
-            among=among,
+            within=within,
         )
+
+    def known_choices(
+        self, layout: Layout, columns: Sequence[Columns], limit_s: float
+    ) -> ColumnProgram | None:
+        """Return what ranks may hold in the spans that are known, and None where it is too much."""
+        within_s, spans = self._spans.get(replace(layout, loss=None), (0.0, None))
+        spans = spans if limit_s <= within_s else None
+        return self.choices(layout, columns, limit_s, fastest_only=False, within=spans)
 
     def read(
         self, layout: Layout, order: Sequence[int], ends: Sequence[int], options: Sequence[int]
     ) -> GraphSolution:
         """Return the split of types [rank], places [rank + 1] and options."""
         return self.closed_form.evaluated_split(layout, order, ends, options)
-
-    def may_program(self, choices: ColumnProgram) -> bool:
-        """Return whether another layout's program may be tried."""
-        effort, most = self.tried.effort, self.tried.effort.programs
-        if choices.is_too_much(effort.actions, effort.columns):
-            return False
-        return (choices.size <= FEW_COLUMNS or most > 1) and self.tried.try_one(PROGRAMS, most)
 
 
 class _LayoutSearch:
@@ -478,30 +492,16 @@ class _LayoutSearch:
         columns = space.columns(layout, self._limit_s)
         if columns is None:
             return self.near_s()
-        choices = space.choices(layout, columns, self._limit_s, fastest_only=False)
-        if choices is None:
-            low_s = self.near_s()
-            self.improve(columns, MOST_MOVES)
-            return low_s
-        low_s = choices.cut_s(self._limit_s)
-        if low_s >= self._limit_s:
-            return low_s
+        low_s, choices = 0.0, space.known_choices(layout, columns, self._limit_s)
+        if choices is not None:
+            if not choices.size:
+                return self._limit_s
+            low_s = space.whole_s(layout, choices, self._limit_s, self._try)
+            if choices.is_solved or low_s >= self._limit_s:
+                return low_s
         low_s = max(low_s, self.near_s())
         self.improve(columns, MOST_MOVES)
-        if low_s >= self._limit_s or not space.may_program(choices):
-            return low_s
-        effort = space.tried.effort
-        return max(
-            low_s,
-            choices.optimum(
-                self._limit_s,
-                self._try,
-                actions=effort.actions,
-                nodes=effort.nodes,
-                most_columns=effort.columns,
-                iterations=effort.mixed_iterations,
-            ),
-        )
+        return low_s
 
     def improve(self, columns: Sequence[Columns], most: int) -> None:
         """Let single entries move while the best split simulates faster, for `most` trials.

@@ -124,7 +124,8 @@ class SimulatedUnlike(BySimulation, UnlikeSpace):
 
         Groups begin with a micro-batch less than shares by the bounds give them, which is too few
         together, and the one that takes the least with another gets it, until all are done.  None
-        of them does more in less seconds than the last one took, whatever the first ones have.
+        of them does more in less seconds than the last one took, whatever the first ones have; one
+        that takes longer with those has too many.
         """
         assert isinstance(layout, UnlikeLayout)
         self.tried.looked_at[SOLVED] += 1
@@ -142,6 +143,10 @@ class SimulatedUnlike(BySimulation, UnlikeSpace):
         step_s = 0.0
         for _ in range(MOST_KINDS):
             if sum(n * m for n, m in zip(layout.numbers, most, strict=True)) >= count:
+                slower = [at for at, m in enumerate(most) if m and least_s(at, m) > step_s]
+                if slower:
+                    most[slower[0]] -= 1
+                    continue
                 if min(most):
                     self._try_plan(layout, kinds, most, least_s)
                 break

@@ -30,6 +30,7 @@ from meshwright.planner.search.proof_budget import FULL, USUAL
 from meshwright.planner.search.search import search
 from meshwright.planner.search.space import losses
 from meshwright.planner.search.spaces.mixed import MixedSpace
+from meshwright.planner.search.spaces.shares import ShareSpace
 from meshwright.planner.search.spaces.simulated import Tried
 from meshwright.planner.search.spaces.simulated_mixed import SimulatedMixed
 from meshwright.planner.solver.graph_instance import GraphSolution
@@ -187,8 +188,10 @@ def test_the_fastest_that_a_rank_may_hold_is_the_least_of_all_that_it_may_hold(
     assert columns is not None
     by_sums = space.choices(layout, columns, limit_s, fastest_only=True)
     listed = space.choices(layout, columns, limit_s, fastest_only=False)
-    by_bytes = space.choices(layout, columns, limit_s, fastest_only=True, among=by_sums)
-    assert by_sums is not None and listed is not None and by_bytes is not None
+    assert by_sums is not None and listed is not None
+    spans = by_sums.feasible_spans(limit_s)
+    by_bytes = space.choices(layout, columns, limit_s, fastest_only=True, within=spans)
+    assert by_bytes is not None
     numbers = np.random.default_rng(1)
     whole = np.repeat([[1.0], [1.0], [0.0], [0.0]], layout.stages, axis=1)
 
@@ -268,3 +271,14 @@ def test_what_is_proven_of_all_layouts_no_layout_simulates_below() -> None:
                             least_s = min(least_s, one.step_time_s)
     assert full.prediction.step_time_s <= least_s * (1 + 1e-9)
     assert said.lower_bound_s <= least_s
+
+
+def test_computation_of_shares_is_no_more_than_their_bounds() -> None:
+    request = Request(llama(4), resolve_cluster(THREE), JOB, Pins())
+    shares = ShareSpace(GroupCandidates(request))
+    every = list(shares.bundles(Counter()))
+
+    for computed_s, batch in every:
+        [layout] = batch.layouts()
+        assert 0 < computed_s <= shares.bound_s(layout)
+    assert len(every) > 20
