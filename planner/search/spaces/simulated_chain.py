@@ -58,6 +58,8 @@ WITHIN_MEMORY, CUT, OPTIMUM, SETTLED = range(LAYOUT + 1, LAYOUT + 5)
 with a rank; the exact optimum of the bound; that of the simulated step."""
 MIXED_COLUMNS = 250
 """Most columns of a program of all choices whose relaxation is looked at."""
+LEAST_RAISE = 1e-4
+"""Relative raise of a bound by programs of others that is worth another look."""
 NAMES = (
     "configuration groups within memory",
     "parts with sharing",
@@ -115,6 +117,10 @@ class SimulatedChain(Families):
         """By a layout of those that differ in how they compute the loss alone."""
         self._means: dict[tuple[object, ...], list[PathWeights]] = {}
         """Means of paths that bounded a layout of a timetable."""
+        self._solved: dict[tuple[object, ...], list[tuple[ColumnProgram, float]]] = {}
+        """Programs of layouts of a timetable, with what none of their plans takes less than."""
+        self._beside: dict[Layout, int] = {}
+        """How many of them a layout was bounded by."""
         self._bounded = Covering()
         """Layouts that were bounded within memory."""
 
@@ -154,6 +160,12 @@ class SimulatedChain(Families):
         if level >= LAYOUT:
             self.spent.stages[level] += some[0].layout.stages
         self.candidates.limit_s = self.goal.limit_s
+        if level in (CUT, OPTIMUM):
+            [entry] = some
+            beside_s = self._beside_s(entry.layout)
+            if beside_s > entry.bound_s * (1 + LEAST_RAISE):
+                self._unspend(level, entry.layout)
+                return [(beside_s, level, entry.item)]
         nodes: list[Next | Pruned | None] = []
         for node in super().advance(level, some):
             if level < LAYOUT and isinstance(node, tuple):
@@ -217,7 +229,7 @@ class SimulatedChain(Families):
                 break
             found_s = max(found_s, choices.cut_s(limit_s) if choices.size else limit_s)
             if found_s < limit_s and effort.programs:
-                key = fastest_only, timetable(layout), layout.micro_batches, kind(layout)
+                key = fastest_only, *_passes(layout)
                 mixed_s = choices.mixed_s(
                     limit_s,
                     self._means.setdefault(key, []),
@@ -259,7 +271,7 @@ class SimulatedChain(Families):
         if choices is None or choices.is_too_much(effort.actions, effort.columns):
             self._unspend(OPTIMUM, layout)
             return 0.0
-        return choices.optimum(
+        least_s = choices.optimum(
             self.goal.limit_s,
             lambda solution: self._try(layout, solution),
             actions=effort.actions,
@@ -267,6 +279,24 @@ class SimulatedChain(Families):
             most_columns=effort.columns,
             iterations=effort.iterations,
         )
+        solved = self._solved.setdefault(_passes(layout), [])
+        solved.append((choices, least_s))
+        return least_s
+
+    def _beside_s(self, layout: Layout) -> float:
+        """Return the least of a layout by programs of others that were solved since the last time.
+
+        Layouts that differ in sharding, order or loss have about the same program.
+        """
+        solved = self._solved.get(_passes(layout), [])
+        new = solved[self._beside.get(layout, 0) :]
+        self._beside[layout] = len(solved)
+        choices = None
+        if new:
+            choices = self._choices(layout, self.closed_form.candidates.problem_of(layout))
+        if choices is None:
+            return 0.0
+        return max((choices.beside_s(known, known_s) for known, known_s in new), default=0.0)
 
     def _choices(
         self, layout: Layout, stated: StatedProblem, *, fastest_only: bool = False
@@ -326,6 +356,11 @@ class SimulatedChain(Families):
             if layout != best and (not ahead or may_run_ahead(candidates.request, layout)):
                 solutions.append((self.candidates.communication_s(layout), self, layout))
         return solutions
+
+
+def _passes(layout: Layout) -> tuple[object, ...]:
+    """Return what layouts whose ranks do the same actions have in common."""
+    return timetable(layout), layout.micro_batches, kind(layout)
 
 
 def look_near(spaces: Sequence[SimulatedChain], home: SimulatedChain, best: Ranked) -> None:
