@@ -369,8 +369,12 @@ class Attack:
             return True
         if isinstance(draft, UnlikeDraft):
             return False
-        choices = ahead_choices(self._asked, layout, layout.micro_batches)
-        return ahead in choices and may_run_ahead(self._asked, layout)
+        has_room = layout.micro_batches > layout.pipeline
+        return (
+            has_room
+            and ahead in ahead_choices(self._asked, layout)
+            and may_run_ahead(self._asked, layout)
+        )
 
     @property
     def losses(self) -> tuple[ChunkedLoss | None, ...]:

@@ -427,9 +427,7 @@ def obstacles(space: Space, facts: Facts, *, of_degrees: bool = False) -> Iterat
 
 def conflicts(space: Space, facts: Facts, *, of_degrees: bool = False) -> Iterator[Conflict]:
     """Yield the conflicts that a layout has; see `obstacles`."""
-    for conflict in _possible(space, facts):
-        if of_degrees and _of_layouts((), (*conflict.when, *conflict.needs)):
-            continue
+    for conflict in _possible(space, facts, of_degrees=of_degrees):
         if all(condition_of(text).is_fulfilled(facts) for text in conflict.when) and not (
             conflict.needs
             and all(condition_of(text).is_fulfilled(facts) for text in conflict.needs)
@@ -437,9 +435,11 @@ def conflicts(space: Space, facts: Facts, *, of_degrees: bool = False) -> Iterat
             yield conflict
 
 
-_POSSIBLE: dict[tuple[int, int, int], tuple[Space, ModelGraph, Job, tuple[Conflict, ...]]] = {}
-"""Conflicts by the ids of a space, a model and a job; the objects stay alive so that their ids stay
-theirs."""
+_POSSIBLE: dict[
+    tuple[int, int, int, bool], tuple[Space, ModelGraph, Job, tuple[Conflict, ...]]
+] = {}
+"""Conflicts by the ids of a space, a model and a job, of degrees alone or of layouts; the objects
+stay alive so that their ids stay theirs."""
 _MOST_KNOWN = 64
 _OF_MODEL_AND_JOB = frozenset(
     {
@@ -456,16 +456,19 @@ _OF_MODEL_AND_JOB = frozenset(
 """Facts that all layouts of a request share."""
 
 
-def _possible(space: Space, facts: Facts) -> tuple[Conflict, ...]:
-    """Return the conflicts that some layout of a model and a job may have."""
+def _possible(space: Space, facts: Facts, *, of_degrees: bool) -> tuple[Conflict, ...]:
+    """Return the conflicts that some layout of a model and a job may have; see `obstacles`."""
     model, job = facts.model, facts.job
-    key = id(space), id(model), id(job)
+    key = id(space), id(model), id(job), of_degrees
     cached = _POSSIBLE.get(key)
     if cached is None:
         if len(_POSSIBLE) >= _MOST_KNOWN:
             _POSSIBLE.clear()
         conflicts_here = tuple(
-            conflict for conflict in space.conflicts if _may_hold(conflict, facts)
+            conflict
+            for conflict in space.conflicts
+            if _may_hold(conflict, facts)
+            and not (of_degrees and _of_layouts((), (*conflict.when, *conflict.needs)))
         )
         cached = _POSSIBLE[key] = space, model, job, conflicts_here
     return cached[-1]

@@ -39,7 +39,6 @@ from meshwright.planner.documents.plan import (
     WeightGatherDtype,
 )
 from meshwright.planner.documents.profile import CHUNK_ROWS, ChunkedLoss, LossGradients
-from meshwright.planner.documents.units import MOST_SAMPLES
 from meshwright.planner.operators.expert_routing import routing_of
 from meshwright.planner.schedules import (
     PLAIN,
@@ -349,13 +348,20 @@ def micro_batches(request: Request, degrees: Degrees) -> list[tuple[int, int]]:
     ]
 
 
-def timetables(request: Request, degrees: Degrees | Layout, count: int) -> tuple[Timetable, ...]:
+def timetables(
+    request: Request,
+    degrees: Degrees | Layout,
+    count: int,
+    ahead: tuple[tuple[int, ...], ...] | None = None,
+) -> tuple[Timetable, ...]:
     """Return the timetables that differ and can run `count` micro-batches, simplest first.
 
-    Without a pipeline there is only one.  A graph of layers has one stage a rank.
+    Without a pipeline there is only one.  A graph of layers has one stage a rank.  `ahead` are the
+    degrees' `ahead_choices`, where they are known.
     """
     model, pins, space, pipeline = request.model, request.pins, request.space, degrees.pipeline
-    ahead = ahead_choices(request, degrees, count)
+    ahead = ahead_choices(request, degrees) if ahead is None else ahead
+    ahead = ahead if count > pipeline else ahead[:1]
     every = _timetables(run_of(model), pipeline, count, pins, space.virtual_stages, ahead)
     if model.edges:
         return tuple(timetable for timetable in every if timetable.virtual_stages == 1)
@@ -462,11 +468,12 @@ def families(
     ways: dict[str, tuple[Compile, tuple[ChunkedLoss | None, ...]]] = {}
     hierarchical_all_to_all = relay_of(request, degrees)
     words = tuple(choice.tensor_overlap for choice in overlaps) or ("none",)
-    slow = _on_slow_links(request, degrees, shared)
+    ahead_of = ahead_choices(request, degrees)
+    slow = _on_slow_links(request, degrees, shared) if any(ahead_of) else {}
     for size, count in micro_batches(request, degrees):
         every: dict[tuple[Compile, tuple[ChunkedLoss | None, ...]], list[Timetable]] = {}
         waits = waits_for_host(request, degrees, size)
-        for timetable in timetables(request, degrees, count):
+        for timetable in timetables(request, degrees, count, ahead_of):
             way = ways.get(timetable.schedule)
             if way is None:
                 blocks = compiles(request, degrees, timetable.schedule)
@@ -525,8 +532,6 @@ def _on_slow_links(
     request: Request, degrees: Degrees, shared: dict[axis_orders.Spans, Sharings]
 ) -> dict[axis_orders.Spans, Sharings]:
     """Return the sharings of a place whose pipelines may run forwards ahead of their links."""
-    if not any(ahead_choices(request, degrees, MOST_SAMPLES)):
-        return {}
     able = {
         place: Sharings(
             sharing

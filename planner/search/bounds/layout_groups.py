@@ -79,6 +79,7 @@ from meshwright.planner.search.space import (
     tensor_overlaps,
     timetables,
 )
+from meshwright.planner.search.spaces.forwards_ahead import ahead_choices
 from meshwright.planner.solver.bounds import path_bounds as bounds
 from meshwright.planner.solver.frontier import FrontierStore
 
@@ -125,7 +126,8 @@ def executable_families(
             continue
         sizes = micro_batches(request, degrees)
         shape = {"stages": degrees.pipeline, "micro_batches": plain.micro_batches}
-        by_wires = sum(len(timetables(request, degrees, number)) for _, number in sizes)
+        ahead = ahead_choices(request, degrees)
+        by_wires = sum(len(timetables(request, degrees, number, ahead)) for _, number in sizes)
         if not sizes and too_long(**shape):
             by_wires = 1
         count = len(sharings(degrees, pins, space=space)) * by_wires

@@ -46,22 +46,21 @@ Links = tuple[int, ...]
 """[link] Forwards ahead of it; empty: none."""
 
 
-def ahead_choices(
-    request: Request, degrees: Degrees | Layout, micro_batches: int
-) -> tuple[Links, ...]:
-    """Return forwards ahead of the links of a pipeline; none come first."""
+def ahead_choices(request: Request, degrees: Degrees | Layout) -> tuple[Links, ...]:
+    """Return forwards ahead of the links of a pipeline; none, or pinned ones, come first.
+
+    No more micro-batches than ranks have the first alone.
+    """
     ranks, pinned = degrees.pipeline, request.pins.ahead
     if pinned is not None:
         fits = len(pinned) == ranks - 1 or not pinned
         return (pinned,) if fits else ()
-    chain = not request.model.edges
-    if ranks == 1 or micro_batches <= ranks or not (chain and request.space.forwards_ahead):
+    if ranks == 1 or request.model.edges or not request.space.forwards_ahead:
         return ((),)
-    numbers = numbers_ahead(request, degrees)
+    every = slow_links(request.cluster, degrees)
+    numbers = numbers_ahead(request, degrees) if every else []
     choices = {
-        tuple(number * slow for slow in links): None
-        for links in slow_links(request.cluster, degrees)
-        for number in numbers
+        tuple(number * slow for slow in links): None for links in every for number in numbers
     }
     return (), *(links for links in choices if any(links))
 

@@ -63,6 +63,8 @@ if TYPE_CHECKING:
 WITHIN_MEMORY, CUT, OPTIMUM, SETTLED = range(LAYOUT + 1, LAYOUT + 5)
 """Levels of a layout, by what is known: all of its memory; the least of all cuts by paths that stay
 with a rank; the exact optimum of the bound; that of the simulated step."""
+LEAST_RAISE = 1e-4
+"""Relative raise of a bound by programs of others that is worth another look."""
 NAMES = (
     "configuration groups within memory",
     "parts with sharing",
@@ -120,6 +122,10 @@ class SimulatedChain(Families):
         """By a layout of those that differ in how they compute the loss alone."""
         self._means: dict[tuple[object, ...], list[PathWeights]] = {}
         """Means of paths that bounded a layout of a timetable."""
+        self._solved: dict[tuple[object, ...], list[tuple[ColumnProgram, float]]] = {}
+        """Programs of layouts of a timetable, with what none of their plans takes less than."""
+        self._beside: dict[Layout, int] = {}
+        """How many of them a layout was bounded by."""
         self._bounded = Covering()
         """Layouts that were bounded within memory."""
 
@@ -159,6 +165,12 @@ class SimulatedChain(Families):
         if level >= LAYOUT:
             self.spent.stages[level] += some[0].layout.stages
         self.candidates.limit_s = self.goal.limit_s
+        if level in (CUT, OPTIMUM):
+            [entry] = some
+            beside_s = self._beside_s(entry.layout)
+            if beside_s > entry.bound_s * (1 + LEAST_RAISE):
+                self._unspend(level, entry.layout)
+                return [(beside_s, level, entry.item)]
         nodes: list[Next | Pruned | None] = []
         for node in super().advance(level, some):
             if level < LAYOUT and isinstance(node, tuple):
@@ -234,10 +246,10 @@ class SimulatedChain(Families):
         tried: Callable[[Solution], float] | None = None,
     ) -> float:
         """Return seconds that no way of whole columns simulates below."""
-        effort, key = self.goal.effort, (timetable(layout), layout.micro_batches, kind(layout))
+        effort = self.goal.effort
         return choices.whole_s(
             self.goal.limit_s,
-            self._means.setdefault(key, []),
+            self._means.setdefault(_passes(layout), []),
             tried,
             actions=effort.actions,
             most_columns=effort.columns,
@@ -278,17 +290,33 @@ class SimulatedChain(Families):
             return 0.0
         tried = partial(self._try, layout)
         low_s = self._whole_s(layout, choices, tried) if choices.size else self.goal.limit_s
-        if choices.is_solved or self.goal.exceeds(low_s):
-            return low_s
-        least_s = choices.optimum(
-            self.goal.limit_s,
-            tried,
-            actions=effort.actions,
-            nodes=effort.nodes,
-            most_columns=effort.columns,
-            iterations=effort.iterations,
-        )
-        return max(low_s, least_s)
+        if not choices.is_solved and not self.goal.exceeds(low_s):
+            least_s = choices.optimum(
+                self.goal.limit_s,
+                tried,
+                actions=effort.actions,
+                nodes=effort.nodes,
+                most_columns=effort.columns,
+                iterations=effort.iterations,
+            )
+            low_s = max(low_s, least_s)
+        self._solved.setdefault(_passes(layout), []).append((choices, low_s))
+        return low_s
+
+    def _beside_s(self, layout: Layout) -> float:
+        """Return the least of a layout by programs of others that were solved since the last time.
+
+        Layouts that differ in sharding, order or loss have about the same program.
+        """
+        solved = self._solved.get(_passes(layout), [])
+        new = solved[self._beside.get(layout, 0) :]
+        self._beside[layout] = len(solved)
+        choices = None
+        if new:
+            choices = self._choices(layout, self.closed_form.candidates.problem_of(layout))
+        if choices is None:
+            return 0.0
+        return max((choices.beside_s(known, known_s) for known, known_s in new), default=0.0)
 
     def _choices(
         self,
@@ -354,6 +382,11 @@ class SimulatedChain(Families):
             if layout != best and (not ahead or may_run_ahead(candidates.request, layout)):
                 solutions.append((self.candidates.communication_s(layout), self, layout))
         return solutions
+
+
+def _passes(layout: Layout) -> tuple[object, ...]:
+    """Return what layouts whose ranks do the same actions have in common."""
+    return timetable(layout), layout.micro_batches, kind(layout)
 
 
 def look_near(spaces: Sequence[SimulatedChain], home: SimulatedChain, best: Ranked) -> None:
