@@ -52,7 +52,6 @@ def read(base: Base, text: str) -> Imported | DocumentError:
         ("megatron", "--nnodes-per-expert"),
         ("transformers", "--seed-experts"),
         ("deepspeed", "steps_per_print_of_experts"),
-        ("axolotl", "base_model_of_experts"),
     ],
 )
 def test_a_word_that_only_begins_as_a_harmless_one_is_named(reader: str, word: str) -> None:
