@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 
+from meshwright.planner.costs.cost_cache import FigureStore
 from meshwright.planner.costs.uncertainty import MEASURED_MEMORY_SPREAD
 from meshwright.planner.documents.plan import Plan
 from meshwright.planner.documents.prediction import Prediction
@@ -76,21 +77,21 @@ def _plans(
         yield plan.plan, plan.prediction
     for candidate in every.top:
         yield candidate.plan, candidate.prediction
-    as_predicted = replace(request, fit_probability=AS_PREDICTED)
-    wider = _answer_or_none(as_predicted, top=MESHES)
+    as_predicted, store = replace(request, fit_probability=AS_PREDICTED), FigureStore()
+    wider = _answer_or_none(as_predicted, store, top=MESHES)
     for ranked in wider.top if wider is not None else ():
         yield ranked.plan, ranked.prediction
     for ranked in every.top[:VARIED]:
         for pins in _variants(request.pins, ranked.plan):
-            varied = _answer_or_none(replace(as_predicted, pins=pins), top=1)
+            varied = _answer_or_none(replace(as_predicted, pins=pins), store, top=1)
             if varied is not None:
                 yield varied.plan, varied.prediction
 
 
-def _answer_or_none(request: Request, *, top: int) -> Answer | None:
+def _answer_or_none(request: Request, store: FigureStore, *, top: int) -> Answer | None:
     """Return the answer to a request that may have none."""
     try:
-        return search(request, top=top, effort=BESIDE)
+        return search(request, top=top, effort=BESIDE, store=store)
     except (NoPlanFits, DocumentError):
         return None
 
