@@ -44,7 +44,10 @@ ADAPTERS: dict[str, tuple[Adapter, tuple[str, ...]]] = {
         dnn_partitioning.compare,
         ("dnnpart_bert24_training.json", "dnnpart_resnet50_training.json"),
     ),
-    "aceso": (aceso.compare, ("aceso_gpt_1_3B_4gpus.json",)),
+    "aceso": (
+        aceso.compare,
+        tuple(f"aceso_gpt_{name}gpus.json" for name in ("1_3B_4", "2_6B_8", "6_7B_16", "13B_32")),
+    ),
     "dnn-inference": (
         dnn_inference.compare,
         tuple(
