@@ -36,12 +36,18 @@ ADAPTERS: dict[str, tuple[Adapter, tuple[str, ...]]] = {
     ),
     "galvatron": (galvatron.compare, ("galvatron_llama2_7b_1x8.json",)),
     "sailor": (sailor_search.compare, ("sailor_opt350_a100x32.json",)),
-    "sailor-mixed": (sailor_mixed.compare, ("sailor_mixed_opt350.json",)),
+    "sailor-mixed": (
+        sailor_mixed.compare,
+        ("sailor_mixed_opt350.json", "sailor_mixed_opt350_32_96.json"),
+    ),
     "dnn-partitioning": (
         dnn_partitioning.compare,
         ("dnnpart_bert24_training.json", "dnnpart_resnet50_training.json"),
     ),
-    "aceso": (aceso.compare, ("aceso_gpt_1_3B_4gpus.json",)),
+    "aceso": (
+        aceso.compare,
+        tuple(f"aceso_gpt_{name}gpus.json" for name in ("1_3B_4", "2_6B_8", "6_7B_16", "13B_32")),
+    ),
     "dnn-inference": (
         dnn_inference.compare,
         tuple(

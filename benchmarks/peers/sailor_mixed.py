@@ -16,12 +16,15 @@ make, never slower than Sailor's score:
     all-reduce   the least ratio of seconds to bytes over sizes that a stage can have
 
 The split found is scored by Sailor's formulas.  What no bound undercuts is optimal among these.
+A case may name `most_multisets`; after so many the search ends with the bounds of what is left.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -75,6 +78,7 @@ class MixedSearch:
         self._case = Case(raw)
         self._gpus: dict[str, int] = raw["gpus"]
         self._count = len(self._case.weight_bytes)
+        self._most_rows: int = raw.get("most_multisets", sys.maxsize - 1)
         self._store = FrontierStore()
         self._known_s = math.inf
         self._plan: dict[str, Any] | None = None
@@ -84,15 +88,20 @@ class MixedSearch:
         self._ratios: dict[tuple[Shape, Make], float] = {}
 
     def best(self) -> Found | None:
-        """Return the fastest plan found, with the bound on all, or None if none fits."""
+        """Return the fastest plan found, with the bound on all, or None if none was found."""
         waiting = [(self._shape_s(shape), shape) for shape in self._shapes()]
         heapq.heapify(waiting)
-        open_s, solved = [], 0
+        open_s, solved, rows_left = [], 0, self._most_rows
         while waiting:
             least_s, shape = heapq.heappop(waiting)
             if least_s >= self._known_s:
                 break
-            ranked = sorted((self._makes_s(shape, makes), makes) for makes in self._rows(shape))
+            rows = list(itertools.islice(self._rows(shape), rows_left + 1))
+            rows_left -= len(rows)
+            if rows_left < 0:
+                open_s.append(least_s)
+                break
+            ranked = sorted((self._makes_s(shape, makes), makes) for makes in rows)
             for bound_s, makes in ranked:
                 if bound_s >= self._known_s:
                     break

@@ -362,13 +362,16 @@ class LayerParts:
         return 2 * figures.stored_bytes
 
     def _tied_s(self, layer: Layer, layout: Layout, links: Links) -> float:
-        """Seconds of summing a tied weight's gradients between the ends of a pipeline."""
-        copy = self._holding.tied_copy(layer) if layout.pipeline > 1 else 0.0
-        if not copy or not links.neighbours:
+        """Seconds of summing a tied weight's gradients between the ends of a pipeline.
+
+        Both ends take part, so it begins when the later one has its gradient.
+        """
+        summed = self._holding.tied_sum(layer) if layout.pipeline > 1 else 0.0
+        if not summed or not links.neighbours:
             return 0.0
         divided = layout.tensor * (layout.data_shard * layout.context if layout.zero else 1)
         ends = (Level(links.neighbours[-1].tier, 2),)
-        size = self._holding.sharing(layout).types.gradient * copy / divided
+        size = self._holding.sharing(layout).types.gradient * summed / divided
         return self._rates.link_s("all_reduce", size, ends)
 
     def _matrices_s(

@@ -183,7 +183,10 @@ def faster_by_options(request: Request, plan: Plan, prediction: Prediction) -> I
         return
     step_s, name, needs = min(seconds)
     if step_s < (1 - NEAR) * prediction.step_time_s:
-        yield f"{seconds_text(step_s)} with --framework {name}, which needs {needs}"
+        yield (
+            f"{seconds_text(step_s)} for the same layout with --framework {name}, which needs "
+            f"{needs}; --allow framework-options searches all layouts with it"
+        )
 
 
 def faster_by_chunks(request: Request, plan: Plan, prediction: Prediction) -> Iterator[str]:

@@ -2,8 +2,9 @@
 
 The search gives the best plan of each mesh; the meshes that may win are searched again with the
 micro-batch halved and doubled and with everything recomputed, since those are choices about which
-constants in doubt decide.  What is left is what may win: under the belief before any trial it is
-faster than the fastest with a probability of CHANCE at least.
+constants in doubt decide.  These searches look for plans and prove nothing.  What is left is what
+may win: under the belief before any trial it is faster than the fastest with a probability of
+CHANCE at least.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 
+from meshwright.planner.costs.cost_cache import FigureStore
 from meshwright.planner.costs.uncertainty import MEASURED_MEMORY_SPREAD
 from meshwright.planner.documents.plan import Plan
 from meshwright.planner.documents.prediction import Prediction
@@ -21,6 +23,7 @@ from meshwright.planner.errors import DocumentError, NoPlanFits
 from meshwright.planner.requests.pins import Pins
 from meshwright.planner.requests.request import AS_PREDICTED, Request
 from meshwright.planner.search.answer import Answer, Progress
+from meshwright.planner.search.plan_preference import BESIDE
 from meshwright.planner.search.search import search
 from meshwright.planner.tuning.next_trial import Tuner
 from meshwright.planner.tuning.trial_options import TrialOption
@@ -67,26 +70,28 @@ def _plans(
 ) -> Iterator[tuple[Plan, Prediction]]:
     """Yield the answer's plan, those of other meshes, and their variants."""
     yield answer.plan, answer.prediction
-    every = search(request, top=MESHES, candidates=answer.candidates, progress=progress)
-    for plan in every.finalists:
+    every = search(
+        request, top=MESHES, candidates=answer.candidates, progress=progress, effort=BESIDE
+    )
+    for plan in (*answer.finalists, *every.finalists):
         yield plan.plan, plan.prediction
     for candidate in every.top:
         yield candidate.plan, candidate.prediction
-    as_predicted = replace(request, fit_probability=AS_PREDICTED)
-    wider = _answer_or_none(as_predicted, top=MESHES)
+    as_predicted, store = replace(request, fit_probability=AS_PREDICTED), FigureStore()
+    wider = _answer_or_none(as_predicted, store, top=MESHES)
     for ranked in wider.top if wider is not None else ():
         yield ranked.plan, ranked.prediction
     for ranked in every.top[:VARIED]:
         for pins in _variants(request.pins, ranked.plan):
-            varied = _answer_or_none(replace(as_predicted, pins=pins), top=1)
+            varied = _answer_or_none(replace(as_predicted, pins=pins), store, top=1)
             if varied is not None:
                 yield varied.plan, varied.prediction
 
 
-def _answer_or_none(request: Request, *, top: int) -> Answer | None:
+def _answer_or_none(request: Request, store: FigureStore, *, top: int) -> Answer | None:
     """Return the answer to a request that may have none."""
     try:
-        return search(request, top=top)
+        return search(request, top=top, effort=BESIDE, store=store)
     except (NoPlanFits, DocumentError):
         return None
 

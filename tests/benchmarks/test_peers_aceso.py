@@ -192,3 +192,17 @@ def test_acesos_own_configuration_is_scored_and_ours_stands_beside(tmp_path: Pat
     path.write_text(json.dumps(ASKED | {"memory_limit": 400.0, "answers": [answer]}))
     with pytest.raises(ValueError, match="stored score"):
         compare(path)
+
+
+def test_ours_stands_beside_milliseconds_whose_configuration_was_not_published(
+    tmp_path: Path,
+) -> None:
+    written(tmp_path / "profiles", flat)
+    path = tmp_path / "aceso_tiny.json"
+    published = {"memory_limit": 400.0, "answers": [], "published_ms": 5e5}
+    path.write_text(json.dumps(ASKED | published))
+
+    [row] = compare(path)
+
+    assert row.peer_value == 500.0
+    assert row.verdict == "better"

@@ -350,6 +350,22 @@ def test_sailor_no_listed_plan_of_two_gpu_types_undercuts_the_bound(seed: int) -
     assert min(listed) * (1 - 1e-12) <= found.iteration_s <= 1.1 * min(listed)
 
 
+def test_sailor_a_search_that_ends_early_has_the_bound_of_what_is_left() -> None:
+    raw = mixed_problem(1)
+    case = sailor.Case(raw)
+    scores = [sailor.score(case, plan) for plan in every_mixed_plan(raw)]
+    least_s = min(one.iteration_s for one in scores if one.fits)
+    whole = sailor_mixed.MixedSearch(raw).best()
+
+    found = sailor_mixed.MixedSearch(raw | {"most_multisets": 12}).best()
+
+    assert whole is not None
+    assert found is not None
+    assert found.solved < whole.solved
+    assert found.lower_bound_s < whole.lower_bound_s <= least_s * (1 + 1e-12)
+    assert found.iteration_s >= least_s * (1 - 1e-12)
+
+
 def test_sailor_replicas_of_two_types_share_a_stage_where_cuts_are_dear() -> None:
     raw = mixed_problem(0) | {"gpus": {"G": 1, "H": 2}}
     raw["memory"]["capacity_bytes"] = {"G": 5e9, "H": 5e9}

@@ -35,6 +35,8 @@ def test_what_options_bring_is_noted_and_taken_where_it_is_allowed() -> None:
 
     [note] = [note for note in plain.prediction.notes if "--framework" in note]
     assert "DeepEP" in note
+    assert "for the same layout" in note
+    assert "--allow framework-options" in note
     assert plain.plan.framework == "megatron"
     assert allowed.plan.framework in note
     assert allowed.prediction.step_time_s < plain.prediction.step_time_s

@@ -586,6 +586,16 @@ class ResidentStates:
             return 0.0
         return float(a.vocab_size * (a.embedding_size or a.hidden_size))
 
+    def tied_sum(self, layer: Layer) -> float:
+        """Parameters of a layer whose gradients are summed with a copy on another stage.
+
+        The sum waits for both stages, so both ends of a language model have it.
+        """
+        a = self._model.architecture
+        if a is not None and a.tied_embeddings and layer.kind == "embedding":
+            return float(a.vocab_size * (a.embedding_size or a.hidden_size))
+        return self.tied_copy(layer)
+
     @cached_property
     def end_kinds(self) -> tuple[str | None, str | None]:
         """Kinds of the first and last layer, each None if other layers have the same kind."""

@@ -22,8 +22,10 @@ from meshwright.planner.costs.predict import predict
 from meshwright.planner.documents.cluster import ClusterSpec
 from meshwright.planner.documents.plan import Job
 from meshwright.planner.errors import DocumentError
+from meshwright.planner.requests.pins import read_pins
 from meshwright.planner.requests.request import Request
 from meshwright.planner.search.answer import Answer
+from meshwright.planner.search.cluster_parts import search_parts
 
 MODEL = "gpt2"
 ASKED: dict[str, Any] = {
@@ -160,6 +162,25 @@ def test_where_no_curve_is_known_limits_are_left_out() -> None:
     assert "how the rate of" in str(may_be_limited(other))
     assert may_be_limited(limited(asked, 0.7)) == "the cluster names one"
     assert limited(asked, 1.0) is asked
+
+
+def test_of_several_answers_the_least_plan_counts_under_another_limit() -> None:
+    def searched(micro_batch: int) -> power_limits.Searched:
+        request = Request.create(
+            resolve_model(MODEL),
+            resolve_cluster("2xl4"),
+            seq_len=512,
+            global_batch=16,
+            pins=read_pins([*ASKED["fix"], "dp=2", "zero=0", f"micro_batch={micro_batch}"]),
+        )
+        return search_parts(request, "fastest"), request
+
+    answers = searched(1), searched(8)
+
+    alone = [power_limits._least_of_plans([one], 0.8, watts) for one in answers]
+    assert min(alone) < 0.99 * max(alone)
+    for order in (answers, answers[::-1]):
+        assert power_limits._least_of_plans(order, 0.8, watts) == min(alone)
 
 
 def test_the_range_is_that_of_the_exponent() -> None:

@@ -4,13 +4,16 @@ import time
 
 import pytest
 
+from meshwright.planner.architectures.parameters import graph_of
+from meshwright.planner.calibration.tables.predictions import framework_prediction
 from meshwright.planner.catalog import frameworks
 from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
 from meshwright.planner.costs.layout_costs import CostTables, LayoutCosts, StrategyCost
 from meshwright.planner.documents.cluster import ClusterSpec, LinkTier
 from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.plan import Job, Layout
-from meshwright.planner.requests.request import Request
+from meshwright.planner.requests.pins import read_pins
+from meshwright.planner.requests.request import Request, pinned_layout
 
 JOB = Job(seq_len=4096, global_batch=64)
 
@@ -99,6 +102,22 @@ def test_a_pipeline_of_a_tied_model_holds_the_embedding_at_both_ends(node: Clust
 
     more = piped.kinds["head"][0].layer_bytes.states - alone.kinds["head"][0].layer_bytes.states
     assert more == pytest.approx(18 * 50257 * 768)
+
+
+def test_a_tied_sum_waits_for_both_ends_of_a_pipeline() -> None:
+    tied = resolve_model("gpt2")
+    assert tied.architecture is not None
+    untied = graph_of(tied.architecture.model_copy(update={"tied_embeddings": False}), name="gpt2")
+    slow = resolve_cluster("4x1xv100-sxm-32gb,network=20GB/s")
+    # The first stage ends last.
+    pins = read_pins(["pp=4,schedule=1f1b,micro_batch=1,loss=full,compile=none,recompute=none"])
+
+    def step_s(model: ModelGraph) -> float:
+        request = Request(model, slow, Job(seq_len=1024, global_batch=8), pins=pins)
+        return framework_prediction(request, pinned_layout(request)).step_time_s
+
+    # Each of two ranks sends half of the sums twice: 4 bytes of 50,257 x 768 weights in all.
+    assert step_s(tied) - step_s(untied) == pytest.approx(4 * 50257 * 768 / 20e9, rel=0.3)
 
 
 def test_sharding_levels_move_communication_between_step_and_micro_batch(

@@ -13,7 +13,11 @@ from meshwright.planner.costs.collectives import Level
 from meshwright.planner.costs.layout_costs import CostTables
 from meshwright.planner.costs.lora import adapter_parameters
 from meshwright.planner.costs.memory import state_bytes as memory
-from meshwright.planner.costs.memory.state_bytes import StateSharding, frozen_states, state_types
+from meshwright.planner.costs.memory.state_bytes import (
+    StateSharding,
+    frozen_states,
+    state_types,
+)
 from meshwright.planner.costs.predict import layout_prediction as predict
 from meshwright.planner.documents.plan import Job, Layout, Offload
 from meshwright.planner.documents.prediction import Prediction
@@ -168,3 +172,32 @@ def test_targets_that_nothing_has_are_refused_and_others_are_named() -> None:
 
     assert any("beside c_attn" in note for note in notes_of_targets("q_proj", "c_attn"))
     assert not any("adapters beside" in note for note in notes_of_targets("q_proj"))
+
+
+@pytest.mark.parametrize(
+    ("framework", "zero", "bytes_each"),
+    [
+        ("native", 0, 2),
+        ("native", 2, 2 / 8 + 2),
+        ("native", 3, 2 / 8),
+        ("fsdp", 0, 4 + 2),
+        ("fsdp", 2, 4 / 8 + 2),
+        ("fsdp", 3, 4 / 8),
+        ("deepspeed", 2, 2),
+        ("deepspeed", 3, 2 / 8),
+    ],
+)
+def test_a_frozen_weight_is_kept_in_shards_and_whole_as_its_level_says(
+    framework: str, zero: int, bytes_each: float
+) -> None:
+    """bf16 on eight ranks; FSDP loads in fp32, and below ZeRO-3 keeps what it gathered."""
+    sharing = StateSharding(
+        types=state_types(frameworks()[framework], "bf16"),
+        zero=zero,
+        shard=8,
+        data=8,
+        pipelined=False,
+        accumulated=True,
+    )
+
+    assert frozen_states(1e9, sharing).resident_bytes == bytes_each * 1e9

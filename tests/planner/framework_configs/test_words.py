@@ -46,6 +46,29 @@ def read(base: Base, text: str) -> Imported | DocumentError:
     return result
 
 
+@pytest.mark.parametrize(
+    ("reader", "word"),
+    [
+        ("megatron", "--nnodes-per-expert"),
+        ("transformers", "--seed-experts"),
+        ("deepspeed", "steps_per_print_of_experts"),
+    ],
+)
+def test_a_word_that_only_begins_as_a_harmless_one_is_named(reader: str, word: str) -> None:
+    assert not_understood([word], reader) == (word,)
+
+
+def test_words_that_decide_most_are_named_first() -> None:
+    words = ["--zzz", "--my-attention", "--my-offload", "--my-batch"]
+
+    assert not_understood(words, "megatron") == (
+        "--my-offload",
+        "--my-attention",
+        "--my-batch",
+        "--zzz",
+    )
+
+
 def places(key: str) -> list[str]:
     """Return a word and the sections that it is in, without how dashes are written."""
     path = key.partition("=")[0].replace("-", "_")

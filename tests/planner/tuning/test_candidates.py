@@ -1,10 +1,13 @@
 """Candidates are plans that may be faster than the one predicted fastest, of different kinds."""
 
+from typing import Any
+
 import pytest
 
 from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
 from meshwright.planner.requests.pins import read_pins
 from meshwright.planner.requests.request import Request
+from meshwright.planner.search.answer import Answer
 from meshwright.planner.search.search import search
 from meshwright.planner.tuning import candidates as module
 from meshwright.planner.tuning.candidates import CHANCE, candidates
@@ -33,6 +36,30 @@ def test_candidates_may_win_and_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {pins.micro_batch for pins in varied} == {one.micro_batch // 2, None}  # 8 is too many
     assert [pins.recompute for pins in varied if pins.micro_batch is None] == ["full"]
     assert {pins.data for pins in varied} == {one.layout.data}
+
+
+def test_searches_for_candidates_prove_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "VARIED", 1)
+    request = Request.create(
+        resolve_model("demo-4m"),
+        resolve_cluster("2x2xa100-sxm-80gb"),
+        seq_len=128,
+        global_batch=16,
+        pins=read_pins(["compile=none,loss=full,pp=2"]),
+    )
+    answer = search(request)
+    answers: list[Answer] = []
+
+    def watched(*arguments: Any, **named: Any) -> Answer:
+        answers.append(search(*arguments, **named))
+        return answers[-1]
+
+    monkeypatch.setattr(module, "search", watched)
+    candidates(request, answer)
+
+    assert len(answers) > 2
+    assert any(answer.certificate.looked_at.values())
+    assert not any(count for one in answers for count in one.certificate.looked_at.values())
 
 
 def test_the_first_of_each_family_comes_before_the_second_of_any() -> None:

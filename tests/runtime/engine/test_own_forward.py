@@ -252,6 +252,68 @@ def losses_of(
     return losses
 
 
+class Gate(nn.Module):
+    """Its backward does not read its input, which what recomputes it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(x) * self.weight
+
+
+class ChangedBehind(nn.Module):
+    """The input of a unit is changed in place behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.gate = Gate()
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.first(x)
+        gated = self.gate(x)
+        return self.last(gated + x.add_(1.0))
+
+
+class Inside(nn.Module):
+    """A unit that calls another one."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.inner(x) * self.scale
+        return result
+
+
+class CalledInside(nn.Module):
+    """A unit is called by its parent and by another unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.around = Inside(self.first)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.around(self.first(x).tanh())
+
+
+@pytest.mark.parametrize("build", [ChangedBehind, CalledInside])
+def test_a_recomputed_unit_trains_as_one_that_keeps_its_tensors(build: Any) -> None:
+    torch.manual_seed(0)
+    kept = losses_of(build, {"recompute": "none"})
+    torch.manual_seed(0)
+    recomputed = losses_of(build, {"recompute": "full"})
+
+    assert recomputed == pytest.approx(kept, rel=1e-6)
+    assert len(set(kept)) == STEPS
+
+
 def on_two_ranks_by_hand() -> tuple[dict[str, Training], list[list[float]], str]:
     """Train what ranks must draw and divide alike, and see refused what they could not."""
     random.seed(dist.get_rank())
