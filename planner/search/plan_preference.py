@@ -290,9 +290,9 @@ def _simpler(
     for count in range(1, used):
         for kept in itertools.combinations(AXES, count):
             others = {axis: 1 for axis in AXES if axis not in kept}
-            known = usual.get(TENSOR_PIPELINE) if kept == ("tensor", "pipeline") else None
-            if known is not None and not request.model.expert_count:
-                better = known if known.objective_s < below_s else None
+            with_both = usual.get(TENSOR_PIPELINE) if kept == ("tensor", "pipeline") else None
+            if with_both is not None and not request.model.expert_count:
+                better = with_both if with_both.objective_s < below_s else None
             else:
                 better = _best(request, answer, others, below_s=below_s)
             if better is not None:

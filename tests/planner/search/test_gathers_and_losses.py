@@ -17,10 +17,12 @@ from meshwright.planner.documents.profile import ChunkedLoss
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.requests.pins import SHORT_NAMES, read_pins
 from meshwright.planner.requests.request import Request
-from meshwright.planner.search.bounds.layout_bounds import candidates_of
+from meshwright.planner.search.bounds.layout_bounds import Candidates, candidates_of
 from meshwright.planner.search.bounds.simulated_optimum import of_chain
 from meshwright.planner.search.bounds.simulated_step import SimulatedCandidates
+from meshwright.planner.search.goals import SplitSolution
 from meshwright.planner.search.offload_choices import Saving
+from meshwright.planner.search.queue import Pruned
 from meshwright.planner.search.remedies import written_pin
 from meshwright.planner.search.search import search
 from meshwright.planner.search.space import (
@@ -31,6 +33,7 @@ from meshwright.planner.search.space import (
     layouts,
     losses,
 )
+from meshwright.planner.search.spaces.chain import ChainSpace
 from meshwright.planner.solver.chain import solve
 from meshwright.planner.solver.partition_problem import Solution
 
@@ -205,6 +208,30 @@ def test_no_layout_of_either_loss_beats_the_answer(pipeline: int) -> None:
             assert candidates.memory_s(layout) <= step_s * (1 + 1e-9)
             least_s = min(least_s, step_s)
     assert found.closed_form.objective_s == pytest.approx(least_s)
+
+
+@pytest.mark.parametrize("cutoff", [1.2, 0.9])
+def test_a_cutoff_loses_no_layout_of_any_loss_that_is_below_it(cutoff: float) -> None:
+    asked = request("2xa100-sxm-40gb", "tensor=1", "context=1", "pipeline=2", model="llama-3.2-1b")
+    candidates = candidates_of(asked, None, None, ())
+    space = ChainSpace(candidates)
+    some = random.Random(1).sample(list(candidates.layouts()), 30)
+    below_s = cutoff * min(_own_optimum_s(candidates, layout) for layout in some)
+
+    for layout in some:
+        found, least_s = space.solve(layout, below_s), _own_optimum_s(candidates, layout)
+        if least_s < below_s:
+            assert isinstance(found, SplitSolution)
+            assert found.objective_s == pytest.approx(least_s)
+        else:
+            assert isinstance(found, Pruned)
+
+
+def _own_optimum_s(candidates: Candidates, layout: Layout) -> float:
+    solution = solve(candidates.instance(layout))
+    if not isinstance(solution, Solution):
+        return math.inf
+    return solution.objective_s + candidates.costs(layout).step_s
 
 
 def test_what_bounds_layouts_of_any_loss_bounds_each_of_them() -> None:
