@@ -428,8 +428,8 @@ def _inner_steps(layout: Layout) -> tuple[tuple[int, int], ...]:
     """Return (ranks, stride) of those that divide parameters between forward and backward."""
     if layout.reshard_after_forward in (None, 1):
         return ()
-    ((_, stride),) = group_steps(layout, ("data_shard",))
-    return ((layout.reshard_after_forward, stride),)
+    shard = group_steps(layout, ("data_shard",))
+    return tuple((layout.reshard_after_forward, stride) for _, stride in shard)
 
 
 class Moved(NamedTuple):

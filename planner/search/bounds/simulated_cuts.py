@@ -102,6 +102,50 @@ class Placed:
         return seconds
 
 
+def shorter_s(placed: Placed, other: Placed, layout: Layout) -> float:
+    """Return by how much a layout's step is shorter, at most, than that of a like one.
+
+    Each column of the layout, which are `placed`, is beside that of the `other` one between the
+    same places that it is the least quicker than.  A path has one pass each way of every
+    micro-batch of a stage at most, and ends at one rank, so that a way is shorter by no more than
+
+        m Σ_rank max Σ_stage (ΔF + max(ΔB, ΔI + ΔW)) + max Δσ + max Δω
+
+    Infinite where the other one has no column between some places, or transfers differ.
+    """
+    if placed.hop_s.any() or other.hop_s.any() or other.more_s.any():
+        return np.inf
+    less_s, others = np.zeros((3, layout.pipeline)), _by_span(other)
+    for span, mine in _by_span(placed).items():
+        if span not in others:
+            return np.inf
+        among = others[span]
+        each_s = np.maximum(other.seconds[among] - placed.seconds[mine, None], 0.0)
+        forward_s, whole_s, inputs_s, weight_s = np.moveaxis(each_s, 2, 0)
+        passes_s = (forward_s + np.maximum(whole_s, inputs_s + weight_s)).sum(axis=2)
+        parts = np.stack(
+            [
+                layout.micro_batches * passes_s,
+                np.maximum(other.sync_s[among] - placed.sync_s[mine, None], 0.0),
+                np.maximum(other.update_s[among] - placed.update_s[mine, None], 0.0),
+            ]
+        )
+        nearest = parts.sum(axis=0).argmin(axis=1)
+        most_s = parts[:, np.arange(len(mine)), nearest].max(axis=1)
+        less_s[:, span[0]] = np.maximum(less_s[:, span[0]], most_s)
+    passes_s, sync_s, update_s = less_s
+    return float(passes_s.sum() + sync_s.max() + update_s.max())
+
+
+def _by_span(placed: Placed) -> dict[tuple[int, ...], Indices]:
+    """Return the columns by rank, first place, end and type."""
+    every = np.stack([placed.rank, placed.first, placed.end, placed.number], axis=1).tolist()
+    spans: dict[tuple[int, ...], list[int]] = {}
+    for column, span in enumerate(map(tuple, every)):
+        spans.setdefault(span, []).append(column)
+    return {span: np.array(columns, dtype=np.intp) for span, columns in spans.items()}
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RankWays:
     """[column] What a rank may hold, with the seconds of the paths that stay with it."""

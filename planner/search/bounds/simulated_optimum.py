@@ -38,7 +38,12 @@ from numpy.typing import NDArray
 from meshwright.planner.documents.tolerances import ROUNDING, SETTLED, SLACK
 from meshwright.planner.schedules.schedule import rank_of_stage
 from meshwright.planner.schedules.steady_state import KINDS, Graph, Path, graph_of
-from meshwright.planner.search.bounds.simulated_cuts import Placed, cuts_bound_s, rank_ways
+from meshwright.planner.search.bounds.simulated_cuts import (
+    Placed,
+    cuts_bound_s,
+    rank_ways,
+    shorter_s,
+)
 from meshwright.planner.search.bounds.simulated_step import hidden_s
 from meshwright.planner.search.bounds.whole_ways import WayLabels
 from meshwright.planner.search.partition.rank_partition import RankProblem
@@ -234,35 +239,13 @@ class ColumnProgram:
     def beside_s(self, known: ColumnProgram, known_s: float) -> float:
         """Return what no plan takes less than where none of a like program takes `known_s`.
 
-        Each column is beside the other program's between the same places that it is the least
-        quicker than.  A path has one pass each way of every micro-batch of a stage at most, and
-        ends at one rank, so that a step is shorter by no more than
-
-            m Σ_rank max Σ_stage (ΔF + max(ΔB, ΔI + ΔW)) + max Δσ + max Δω
-
-        0 where the other program has none between some places, or quicker or other links.
+        0 where the other program has other rows or quicker links (`shorter_s`).
         """
-        mine, other = self.placed, known.placed
         quicker = self._step_s < known._step_s or self._transfer_s < known._transfer_s
-        if quicker or self._rows != known._rows or mine.hop_s.any() or other.hop_s.any():
+        if quicker or self._rows != known._rows:
             return 0.0
-        count, less_s = self._layout.micro_batches, np.zeros((3, self._layout.pipeline))
-        others = _by_span(other)
-        for span, columns in _by_span(mine).items():
-            if span not in others:
-                return 0.0
-            among = others[span]
-            each_s = np.maximum(other.seconds[among] - mine.seconds[columns, None], 0.0)
-            f, b, i, w = np.moveaxis(each_s, 2, 0)
-            passes_s = count * (f + np.maximum(b, i + w)).sum(axis=2)
-            sync_s = np.maximum(other.sync_s[among] - mine.sync_s[columns, None], 0.0)
-            update_s = np.maximum(other.update_s[among] - mine.update_s[columns, None], 0.0)
-            nearest = (passes_s + sync_s + update_s).argmin(axis=1)
-            at, rank = np.arange(len(columns)), span[0]
-            of_rank = [part[at, nearest].max() for part in (passes_s, sync_s, update_s)]
-            less_s[:, rank] = np.maximum(less_s[:, rank], of_rank)
-        shorter_s = float(less_s[0].sum() + less_s[1:].max(axis=1).sum())
-        return (known_s - shorter_s) * (1 - ROUNDING)
+        less_s = shorter_s(self.placed, known.placed, self._layout)
+        return max(0.0, (known_s - less_s) * (1 - ROUNDING))
 
     def _path_s(self, weights: PathWeights) -> Floats:
         """[column] Its seconds in a mean of paths, without what transfers take at least."""
@@ -1074,15 +1057,6 @@ class Columns:
                 min(option.optimizer_s + option.stream_s for option in every),
             )
         return self._layer_s[key]
-
-
-def _by_span(placed: Placed) -> dict[tuple[int, ...], Indices]:
-    """Return the columns by rank, first place, end and type."""
-    every = np.stack([placed.rank, placed.first, placed.end, placed.number], axis=1).tolist()
-    spans: dict[tuple[int, ...], list[int]] = {}
-    for column, span in enumerate(map(tuple, every)):
-        spans.setdefault(span, []).append(column)
-    return {span: np.array(columns, dtype=np.intp) for span, columns in spans.items()}
 
 
 def no_slower(faster: Sequence[Option], slower: Sequence[Option]) -> bool:

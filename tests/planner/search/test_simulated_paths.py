@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
+from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import fields, replace
 from typing import Any
 
@@ -19,6 +22,7 @@ from meshwright.planner.search.bounds.simulated_cuts import (
     cuts_bound_s,
     drained_backwards,
     rank_ways,
+    shorter_s,
 )
 from meshwright.planner.search.bounds.simulated_step import (
     first_share,
@@ -84,6 +88,18 @@ class Step:
             [0.0, 0.02, 0.4, *([2.0] if schedule.startswith("1f1b") else [])]
         )
         self.sync_s = [rng.choice([0.0, 3.0]) * rng.random() for _ in range(ranks)]
+
+    def changed(self, rng: random.Random, by: float | None = None) -> Step:
+        """The same with other seconds: near these, or less on every stage `by` a factor."""
+        step, split = copy(self), self.layout.executed_schedule.splits_backward
+        factors = np.array(
+            [[rng.uniform(0.9, 1.1) if by is None else by for _ in self.home] for _ in range(4)]
+        )
+        forward_s, whole_s, inputs_s, weight_s = self.seconds * factors
+        whole_s = inputs_s + weight_s if split else whole_s
+        step.seconds = np.array([forward_s, whole_s, inputs_s, weight_s])
+        step.sync_s = [rng.uniform(0.8, 1.0) * late_s for late_s in self.sync_s]
+        return step
 
     @property
     def passes_s(self) -> np.ndarray:
@@ -169,6 +185,49 @@ def test_no_step_is_below_what_forwards_before_a_rank_make_of_its_seconds(
         assert bound_s <= step.simulated_s() * (1 + 1e-9)
         tight = max(tight, bound_s / step.simulated_s())
     assert tight > 0.8
+
+
+@pytest.mark.parametrize("tries", [4, pytest.param(300, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_no_way_is_shorter_than_those_of_a_like_layout_by_more(schedule: str, tries: int) -> None:
+    """Both layouts have two columns a rank, and every way of either is simulated."""
+    rng, shares = random.Random(schedule), []
+    for _ in range(tries):
+        step = Step(schedule, rng)
+        others = [step.changed(rng) for _ in range(2)]
+        changes = [1 - rng.choice([0.0, 0.01]) * rng.random() for _ in range(2)]
+        mine = [other.changed(rng, by) for other, by in zip(others, changes, strict=True)]
+        columns, beside = (joined([one.placed() for one in both]) for both in (mine, others))
+
+        less_s = shorter_s(columns, beside, step.layout)
+
+        least_s, beside_s = min(ways_s(mine)), min(ways_s(others))
+        assert least_s >= (beside_s - less_s) * (1 - 1e-9)
+        shares.append((beside_s - least_s) / less_s if less_s else 1.0)
+        assert shorter_s(columns, columns, step.layout) == 0.0
+        missing = replace(columns, first=columns.first + 1)
+        assert shorter_s(missing, beside, step.layout) == math.inf
+    assert max(shares) > 0.2
+
+
+def joined(columns: Sequence[Placed]) -> Placed:
+    """The columns of several layouts as those of one."""
+    values: dict[str, Any] = {
+        field.name: np.concatenate([getattr(each, field.name) for each in columns])
+        for field in fields(Placed)
+        if field.name not in WHOLE
+    }
+    return replace(columns[0], **values)
+
+
+def ways_s(steps: Sequence[Step]) -> Iterator[float]:
+    """The steps in which each rank does as in some of them."""
+    ranks, home = range(steps[0].layout.pipeline), np.array(steps[0].home)
+    for way in itertools.product(steps, repeat=len(ranks)):
+        step = copy(steps[0])
+        step.seconds = np.array([way[rank].seconds[:, at] for at, rank in enumerate(home)]).T
+        step.sync_s = [way[rank].sync_s[rank] for rank in ranks]
+        yield step.simulated_s()
 
 
 @pytest.mark.parametrize(("schedule", "virtual"), [("interleaved-zb", 3), ("zbv", 2)])
