@@ -130,7 +130,8 @@ class PlanCommand(PlanOptions):
 def plan(model: str | OwnScript, cluster: str, *, options: PlanCommand) -> Answer:
     """Find the fastest plan that fits, and prove it; with `top`, the best of other meshes too.
 
-    Among plans within 1.5 % of it the simplest is taken, unless the fastest is preferred.
+    Among plans within 1.5 % of it, of another framework within 6 %, the simplest is taken, unless
+    the fastest is preferred.
     `gap=0.01` takes minutes, if need be, until no plan is more than 1 % faster in simulated time,
     and may find a faster one on the way; `progress` usually gets how far the search is.
 

@@ -256,7 +256,8 @@ PLAN_OPTIONS: dict[str, tuple[Any, Any]] = {
             Preferred,
             typer.Option(
                 "--prefer",
-                help="simplest within 1.5 % of the fastest, fastest; least energy or rent a step",
+                help="simplest within 1.5 % of the fastest (6 % of another framework), fastest; "
+                "least energy or rent a step",
             ),
         ],
         Preferred.SIMPLEST,

@@ -47,7 +47,7 @@ from numpy.typing import NDArray
 
 from meshwright.planner.documents.tolerances import ROUNDING
 from meshwright.planner.schedules import schedule_of
-from meshwright.planner.schedules.schedule import orders
+from meshwright.planner.schedules.schedule import orders, rank_of_stage
 from meshwright.planner.schedules.steady_state import split_of
 
 if TYPE_CHECKING:
@@ -116,11 +116,15 @@ def shorter_s(placed: Placed, other: Placed, layout: Layout) -> float:
     if placed.hop_s.any() or other.hop_s.any() or other.more_s.any():
         return np.inf
     less_s, others = np.zeros((3, layout.pipeline)), _by_span(other)
+    home = np.array(
+        rank_of_stage(layout.schedule, stages=layout.stages, virtual_stages=layout.virtual_stages)
+    )
     for span, mine in _by_span(placed).items():
         if span not in others:
             return np.inf
-        among = others[span]
-        each_s = np.maximum(other.seconds[among] - placed.seconds[mine, None], 0.0)
+        among, own = others[span], home == span[0]
+        each_s = other.seconds[among][:, :, own] - placed.seconds[mine][:, :, own][:, None]
+        each_s = np.maximum(each_s, 0.0)
         forward_s, whole_s, inputs_s, weight_s = np.moveaxis(each_s, 2, 0)
         passes_s = (forward_s + np.maximum(whole_s, inputs_s + weight_s)).sum(axis=2)
         parts = np.stack(
