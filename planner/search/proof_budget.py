@@ -57,7 +57,7 @@ NEAR = 0.05
 """Largest relative excess of a layout's estimate over its simulated step."""
 USUAL = Effort(
     further=Effort(
-        families=6_000,
+        families=12_000,
         memory_stages=40_000,
         cut_stages=20_000,
         solved=48,
