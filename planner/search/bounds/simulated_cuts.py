@@ -122,8 +122,8 @@ def shorter_s(placed: Placed, other: Placed, layout: Layout) -> float:
     for span, mine in _by_span(placed).items():
         if span not in others:
             return np.inf
-        among, own = others[span], home == span[0]
-        each_s = other.seconds[among][:, :, own] - placed.seconds[mine][:, :, own][:, None]
+        among, of_rank = others[span], home == span[0]
+        each_s = other.seconds[among][:, :, of_rank] - placed.seconds[mine][:, :, of_rank][:, None]
         each_s = np.maximum(each_s, 0.0)
         forward_s, whole_s, inputs_s, weight_s = np.moveaxis(each_s, 2, 0)
         passes_s = (forward_s + np.maximum(whole_s, inputs_s + weight_s)).sum(axis=2)

@@ -236,16 +236,16 @@ class ColumnProgram:
         low_s = cuts_bound_s(self._layout, columns, self._transfer_s, limit_s - self._step_s)
         return min(limit_s, low_s + self._step_s)
 
-    def beside_s(self, known: ColumnProgram, known_s: float) -> float:
-        """Return what no plan takes less than where none of a like program takes `known_s`.
+    def beside_s(self, like: ColumnProgram, like_s: float) -> float:
+        """Return what no plan takes less than where none of a like program takes `like_s`.
 
         0 where the other program has other rows or quicker links (`shorter_s`).
         """
-        quicker = self._step_s < known._step_s or self._transfer_s < known._transfer_s
-        if quicker or self._rows != known._rows:
+        quicker = self._step_s < like._step_s or self._transfer_s < like._transfer_s
+        if quicker or self._rows != like._rows:
             return 0.0
-        less_s = shorter_s(self.placed, known.placed, self._layout)
-        return max(0.0, (known_s - less_s) * (1 - ROUNDING))
+        less_s = shorter_s(self.placed, like.placed, self._layout)
+        return max(0.0, (like_s - less_s) * (1 - ROUNDING))
 
     def _path_s(self, weights: PathWeights) -> Floats:
         """[column] Its seconds in a mean of paths, without what transfers take at least."""

@@ -316,7 +316,7 @@ class SimulatedChain(Families):
             choices = self._choices(layout, self.closed_form.candidates.problem_of(layout))
         if choices is None:
             return 0.0
-        return max((choices.beside_s(known, known_s) for known, known_s in new), default=0.0)
+        return max((choices.beside_s(program, least_s) for program, least_s in new), default=0.0)
 
     def _choices(
         self,
