@@ -260,6 +260,11 @@ def timetable(layout: Layout) -> tuple[str, int, bool]:
     return layout.schedule, layout.virtual_stages, layout.pipeline > 1
 
 
+def action_key(layout: Layout) -> tuple[object, ...]:
+    """Return what layouts whose ranks do the same actions have in common."""
+    return timetable(layout), layout.micro_batches, kind(layout)
+
+
 def split_or_pruned(
     answer: Any, layout: Layout, cutoff_s: float, step_s: float, known_s: float = 0.0
 ) -> SplitSolution[Any] | Pruned:

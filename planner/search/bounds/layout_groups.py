@@ -553,8 +553,7 @@ class FamilyBounds(Configurations):
                 for room_s, timetable in zip(rooms_s.tolist(), family.timetables, strict=True):
                     divided = family.sharings_of(timetable, sharings)
                     if room_s < math.inf and divided:
-                        alone = {"sharings": divided, "timetables": (timetable,), "ahead": None}
-                        part = family.part(**alone)
+                        part = family.part(sharings=divided, timetables=(timetable,), ahead=None)
                         parts.append((part, room_s))
                     elif divided:
                         without.append(timetable)

@@ -252,8 +252,13 @@ class ColumnProgram:
         placed = self.placed
         each_s = placed.visited_s(weights.visits)
         each_s += weights.ends[placed.rank] * placed.sync_s
-        each_s += (hops_behind(self._layout) @ weights.hops)[placed.rank] * placed.hop_s
+        each_s += (self._rank_hops @ weights.hops)[placed.rank] * placed.hop_s
         return each_s
+
+    @cached_property
+    def _rank_hops(self) -> Floats:
+        """`hops_behind` the ranks."""
+        return hops_behind(self._layout)
 
     @cached_property
     def _least_update_s(self) -> float:
@@ -280,10 +285,12 @@ class ColumnProgram:
         limit are listed and simulated (`planner.search.bounds.whole_ways`); the paths of the least
         are added.  It is a plan that is `tried`, where columns are what ranks hold; `is_solved` if
         it takes that, or there is none.  Where ways are too many those within a lower limit are
-        listed.  Limits are those of `optimum`, of which the relaxation may take a multiple.
+        listed.  The relaxation takes a multiple of `most_columns` and of simplex `iterations` at
+        most, and none of a step with more `actions`.
         """
         if not means:
-            if self.is_too_much(actions, RELAXED_COLUMNS * most_columns):
+            too_many = len(self._columns) > RELAXED_COLUMNS * most_columns
+            if too_many or is_long(self._layout, actions):
                 return 0.0
             program = self._program()
             mixed_s = program.solve(limit_s, None, 0, RELAXED * iterations)
@@ -292,10 +299,8 @@ class ColumnProgram:
                 return mixed_s
         once_s = self._least_update_s + self._step_s
         low_s, upper_s = 0.0, limit_s
+        labels, waiting_s = self._labels(means)
         for _ in range(TRIES):
-            each_s = np.array([self._path_s(weights) for weights in means])
-            waiting_s = self._transfer_s * np.array([weights.hops.sum() for weights in means])
-            labels = WayLabels(self.placed, self._layout.pipeline, each_s)
             listed = labels.within(upper_s * (1 + SLACK) - once_s - waiting_s)
             if listed is None:
                 least_s = (labels.least_s() + waiting_s).max() * (1 - SLACK) + once_s
@@ -315,7 +320,14 @@ class ColumnProgram:
             if way is not None or upper_s == limit_s:
                 break
             upper_s = limit_s
+            labels, waiting_s = self._labels(means)  # simulated ways have added paths
         return min(limit_s, low_s)
+
+    def _labels(self, means: Sequence[PathWeights]) -> tuple[WayLabels, Floats]:
+        """Return the columns by means of paths; [mean] what transfers take at least."""
+        each_s = np.array([self._path_s(weights) for weights in means])
+        waiting_s = self._transfer_s * np.array([weights.hops.sum() for weights in means])
+        return WayLabels(self.placed, self._layout.pipeline, each_s), waiting_s
 
     def _is_in_rows(self, ways: Indices) -> NDArray[np.bool_]:
         """[way] Whether the numbers of layers of its ranks are as some row says."""
@@ -338,7 +350,7 @@ class ColumnProgram:
         is_in_rows = self._is_in_rows(ways)
         ways, least_s = ways[is_in_rows], least_s[is_in_rows]
         placed, layout = self.placed, self._layout
-        graph, behind = graph_of_layout(layout), hops_behind(layout)
+        graph = graph_of_layout(layout)
         best_s, best = limit_s, None
         together = max(1, min(TOGETHER, NODES // len(graph.nodes)))
         for _ in range(ROUNDS):
@@ -349,7 +361,7 @@ class ColumnProgram:
                 break
             some, ways = ways[:together], ways[together:]
             seconds = placed.seconds[some].sum(axis=1).reshape(len(some), -1).T
-            transfer_s = self._transfer_s + behind.T @ placed.hop_s[some].T
+            transfer_s = self._transfer_s + self._rank_hops.T @ placed.hop_s[some].T
             ends_s = graph.longest_of_many(np.ascontiguousarray(seconds), transfer_s)
             lasts_s = ends_s[list(graph.ends)] + placed.sync_s[some].T
             simulated_s = lasts_s.max(axis=0) + placed.update_s[some].max(axis=1) + self._step_s
@@ -368,10 +380,6 @@ class ColumnProgram:
             least_s = np.maximum(least_s[together:], path_s)
         return min(best_s, float(least_s.min(initial=np.inf))), best
 
-    def is_too_much(self, actions: int, most_columns: int) -> bool:
-        """Return whether the step has more actions than that, or the program more columns."""
-        return is_long(self._layout, actions) or len(self._columns) > most_columns
-
     def _program(self) -> Program:
         program = Program(
             self._layout, self._columns, self.placed, self._read, self._step_s, self._transfer_s
@@ -385,19 +393,14 @@ class ColumnProgram:
         limit_s: float,
         tried: Callable[[Any], float],
         *,
-        actions: int,
         nodes: int,
-        most_columns: int = MOST_COLUMNS,
         iterations: int = MOST_ITERATIONS,
     ) -> float:
         """Return seconds that no plan simulates below, or `limit_s` if that is less.
 
-        `tried` simulates a solution and returns its step.  0 where the step has more `actions` or
-        the program more columns; it stops at `nodes` of a tree, or after the round with which
-        all have taken more simplex `iterations`.
+        `tried` simulates a solution and returns its step.  It stops at `nodes` of a tree, or after
+        the round with which all have taken more simplex `iterations`.
         """
-        if self.is_too_much(actions, most_columns):
-            return 0.0
         low_s = self.cut_s(limit_s)
         if low_s >= limit_s:
             return limit_s

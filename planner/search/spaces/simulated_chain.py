@@ -33,7 +33,7 @@ from meshwright.planner.search.bounds.simulated_optimum import (
     of_chain,
 )
 from meshwright.planner.search.bounds.simulated_step import SimulatedCandidates
-from meshwright.planner.search.goals import SimulatedStepGoal, timetable
+from meshwright.planner.search.goals import SimulatedStepGoal, action_key, timetable
 from meshwright.planner.search.plan_candidate import Ranked, candidate_of
 from meshwright.planner.search.proof_account import (
     BOUNDS,
@@ -249,7 +249,7 @@ class SimulatedChain(Families):
         effort = self.goal.effort
         return choices.whole_s(
             self.goal.limit_s,
-            self._means.setdefault(_passes(layout), []),
+            self._means.setdefault(action_key(layout), []),
             tried,
             actions=effort.actions,
             most_columns=effort.columns,
@@ -294,13 +294,11 @@ class SimulatedChain(Families):
             least_s = choices.optimum(
                 self.goal.limit_s,
                 tried,
-                actions=effort.actions,
                 nodes=effort.nodes,
-                most_columns=effort.columns,
                 iterations=effort.iterations,
             )
             low_s = max(low_s, least_s)
-        self._solved.setdefault(_passes(layout), []).append((choices, low_s))
+        self._solved.setdefault(action_key(layout), []).append((choices, low_s))
         return low_s
 
     def _beside_s(self, layout: Layout) -> float:
@@ -308,7 +306,7 @@ class SimulatedChain(Families):
 
         Layouts that differ in sharding, order or loss have about the same program.
         """
-        solved = self._solved.get(_passes(layout), [])
+        solved = self._solved.get(action_key(layout), [])
         new = solved[self._beside.get(layout, 0) :]
         self._beside[layout] = len(solved)
         choices = None
@@ -382,11 +380,6 @@ class SimulatedChain(Families):
             if layout != best and (not ahead or may_run_ahead(candidates.request, layout)):
                 solutions.append((self.candidates.communication_s(layout), self, layout))
         return solutions
-
-
-def _passes(layout: Layout) -> tuple[object, ...]:
-    """Return what layouts whose ranks do the same actions have in common."""
-    return timetable(layout), layout.micro_batches, kind(layout)
 
 
 def look_near(spaces: Sequence[SimulatedChain], home: SimulatedChain, best: Ranked) -> None:

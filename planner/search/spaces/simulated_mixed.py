@@ -47,12 +47,12 @@ from meshwright.planner.search.bounds.simulated_optimum import (
 )
 from meshwright.planner.search.bounds.simulated_step import SimulatedCandidates
 from meshwright.planner.search.bounds.split_paths import SplitPaths
-from meshwright.planner.search.goals import SplitSolution, timetable
+from meshwright.planner.search.goals import SplitSolution, action_key
 from meshwright.planner.search.partition.stage_size_rows import is_within
 from meshwright.planner.search.proof_account import BOUNDS, CUTS, DOMINATED
 from meshwright.planner.search.proof_account import SOLVED as BY_OPTIMUM
 from meshwright.planner.search.queue import Bound, Next, Pruned, QueueEntry
-from meshwright.planner.search.space import kind, losses
+from meshwright.planner.search.space import losses
 from meshwright.planner.search.spaces.group_stages import computing_problem
 from meshwright.planner.search.spaces.mixed import MixedSpace
 from meshwright.planner.search.spaces.simulated import (
@@ -215,10 +215,10 @@ class SimulatedMixed(BySimulation, MixedSpace):
         tried: Callable[[GraphSolution], float] | None = None,
     ) -> float:
         """Return seconds that no way of whole columns simulates below."""
-        effort, key = self.tried.effort, (timetable(layout), layout.micro_batches, kind(layout))
+        effort = self.tried.effort
         return choices.whole_s(
             limit_s,
-            self._means.setdefault(key, []),
+            self._means.setdefault(action_key(layout), []),
             tried,
             actions=effort.actions,
             most_columns=effort.columns,

@@ -360,7 +360,7 @@ def test_no_cuts_by_the_rule_of_a_framework_simulate_below_their_bound(
             seconds: float = step_s[split.cuts]  # the rule has it
             return seconds
 
-        least_s = choices.optimum(1e3, simulated, actions=30_000, nodes=1_000)
+        least_s = choices.optimum(1e3, simulated, nodes=1_000)
         assert tried and least_s == pytest.approx(fastest_s, rel=1e-5)
         assert least_s <= fastest_s * (1 + 1e-9)
         rows += len(instance.sizes) > 1

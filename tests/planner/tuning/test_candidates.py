@@ -13,15 +13,19 @@ from meshwright.planner.tuning import candidates as module
 from meshwright.planner.tuning.candidates import CHANCE, candidates
 
 
-def test_candidates_may_win_and_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "VARIED", 1)
-    request = Request.create(
+def request_on(cluster: str, fix: str) -> Request:
+    return Request.create(
         resolve_model("demo-4m"),
-        resolve_cluster("4xa100-sxm-80gb"),
+        resolve_cluster(cluster),
         seq_len=128,
         global_batch=16,
-        pins=read_pins(["compile=none,loss=full"]),
+        pins=read_pins([fix]),
     )
+
+
+def test_candidates_may_win_and_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "VARIED", 1)
+    request = request_on("4xa100-sxm-80gb", "compile=none,loss=full")
     answer = search(request)
 
     found = candidates(request, answer)
@@ -40,13 +44,7 @@ def test_candidates_may_win_and_differ(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_searches_for_candidates_prove_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "VARIED", 1)
-    request = Request.create(
-        resolve_model("demo-4m"),
-        resolve_cluster("2x2xa100-sxm-80gb"),
-        seq_len=128,
-        global_batch=16,
-        pins=read_pins(["compile=none,loss=full,pp=2"]),
-    )
+    request = request_on("2x2xa100-sxm-80gb", "compile=none,loss=full,pp=2")
     answer = search(request)
     answers: list[Answer] = []
 

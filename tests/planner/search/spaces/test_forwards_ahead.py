@@ -19,7 +19,7 @@ from meshwright.planner.requests.pins import Pins, read_pins
 from meshwright.planner.requests.request import Request
 from meshwright.planner.schedules import family_of, name_with_ahead, schedule_of
 from meshwright.planner.search.search import search
-from meshwright.planner.search.space import every_degrees, families
+from meshwright.planner.search.space import every_degrees, families, timetables
 from meshwright.planner.search.spaces.forwards_ahead import (
     MOST_FORWARDS,
     ahead_choices,
@@ -119,6 +119,11 @@ def test_a_fast_network_gains_too_little_to_be_looked_at() -> None:
     fast = request("2x8xh100-sxm-80gb", model="llama-3.1-70b")
 
     assert ahead_choices(fast, layout) == ((),)
+    slow = request("2x8xh100-sxm-80gb,network=1GB/s", model="llama-3.1-70b")
+    assert len(ahead_choices(slow, layout)) > 1
+    for count, runs_ahead in ((2, False), (3, True)):
+        names = {name for name, _ in timetables(slow, layout, count)}
+        assert any(schedule_of(name).ahead for name in names) == runs_ahead
     assert ahead_choices(replace(fast, pins=Pins(ahead=(2,))), layout) == ((2,),)
     assert ahead_choices(replace(fast, pins=Pins(ahead=(2, 2))), layout) == ()
     assert ahead_choices(replace(fast, pins=Pins(ahead=())), layout) == ((),)
